@@ -1,0 +1,1 @@
+"""Decoders: files and arrays in, checked `LabelledImages` out. Trusted code, below the door."""

@@ -1,0 +1,171 @@
+"""A labelled image set as it comes out of a decoder, checked once and kept as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from understudy.errors import InvalidData
+
+MAX_CLASSES = 100
+MIN_SIDE, MAX_SIDE = 4, 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Normalisation:
+    """Public constants per channel: a network sees (pixel - mean) / std of pixels in [0, 1]."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelledImages:
+    """Hold records: uint8 images (n, c, h, w), labels (n,), and the unit that each record belongs to.
+
+    Build it with `labelled_images`, which checks everything.
+    """
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    units: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    name: str = "array"
+    source: str | None = None
+    unit: str = "record"
+    normalisation: Normalisation | None = None
+    is_public_benchmark: bool = False
+    test: LabelledImages | None = field(default=None)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return (channels, height, width)."""
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
+    def __repr__(self) -> str:
+        return f"<LabelledImages {self.name}: {len(self.class_names)} classes, shape {self.shape}>"
+
+
+def labelled_images(
+    images: Any,
+    labels: Any,
+    *,
+    units: Any = None,
+    unit: str | None = None,
+    classes: int | Sequence[str] | None = None,
+    **described: Any,
+) -> LabelledImages:
+    """Check arrays and pack them as `LabelledImages`.
+
+    Args:
+        images: uint8, or floats in [0, 1] (kept with 8 bits, as image files do); (n, h, w) for grey,
+            (n, c, h, w), or (n, h, w, c) with 1 or 3 channels.
+        labels: whole numbers from 0 to classes - 1, one per image.
+        units: the unit of privacy (a patient, a user) of each image: any values, equal for the same
+            unit. By default each record is its own unit.
+        unit: what such a unit is called in the certificate.
+        classes: the number of classes or their names; by default the largest label plus one.
+        **described: further fields of `LabelledImages`.
+    """
+    pixels = _as_bytes(_as_nchw(np.asarray(images)))
+    count = len(pixels)
+    if count == 0:
+        raise InvalidData("the set holds no images; give at least one image per class")
+    given = np.asarray(labels)
+    if given.shape != (count,):
+        raise InvalidData(
+            f"labels have shape {given.shape}, expected ({count},), one label per image; "
+            "check that images and labels belong together"
+        )
+    names = _class_names(given, classes)
+    numbers = _check_labels(given, len(names))
+    slots = np.arange(count) if units is None else _unit_slots(np.asarray(units), count)
+    name_of_unit = unit or ("record" if units is None else "group")
+    return LabelledImages(pixels, numbers, slots, names, unit=name_of_unit, **described)
+
+
+def _as_nchw(images: NDArray[Any]) -> NDArray[Any]:
+    if images.ndim == 3:
+        images = images[:, None]
+    if images.ndim == 4 and images.shape[1] not in (1, 3) and images.shape[3] in (1, 3):
+        images = images.transpose(0, 3, 1, 2)
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise InvalidData(
+            f"images have shape {images.shape}, expected (n, h, w), (n, c, h, w) or (n, h, w, c) "
+            "with 1 or 3 channels; reshape them"
+        )
+    if not all(MIN_SIDE <= side <= MAX_SIDE for side in images.shape[2:]):
+        raise InvalidData(
+            f"images are {images.shape[2]} x {images.shape[3]} pixels, expected sides of "
+            f"{MIN_SIDE} to {MAX_SIDE}; resize them"
+        )
+    return images
+
+
+def _as_bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
+    if images.dtype == np.uint8:
+        return np.ascontiguousarray(images)
+    if not np.issubdtype(images.dtype, np.floating):
+        raise InvalidData(
+            f"pixels are of type {images.dtype}, expected uint8 or floats in [0, 1]; convert them"
+        )
+    bad = ~np.isfinite(images)
+    if bad.any():
+        record = int(np.argwhere(bad)[0][0])
+        raise InvalidData(
+            f"{int(bad.sum())} pixels are NaN or infinite, the first in image {record}; "
+            "expected values in [0, 1]; repair or remove these images"
+        )
+    low, high = float(images.min(initial=0)), float(images.max(initial=0))
+    if low < 0 or high > 1:
+        raise InvalidData(
+            f"float pixels range from {low:g} to {high:g}, expected [0, 1]; rescale them"
+        )
+    return np.ascontiguousarray(np.rint(images * 255).astype(np.uint8))
+
+
+def _class_names(labels: NDArray[Any], classes: int | Sequence[str] | None) -> tuple[str, ...]:
+    if classes is None:
+        whole = np.issubdtype(labels.dtype, np.integer)
+        classes = int(labels.max(initial=0)) + 1 if whole else 2
+    names = [str(n) for n in range(classes)] if isinstance(classes, int) else list(classes)
+    if not 2 <= len(names) <= MAX_CLASSES:
+        raise InvalidData(
+            f"the set has {len(names)} classes, expected 2 to {MAX_CLASSES}; "
+            "merge classes or name them with --classes"
+        )
+    return tuple(names)
+
+
+def _check_labels(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise InvalidData(
+            f"labels are of type {labels.dtype}, expected whole numbers 0 to {classes - 1}; "
+            "number the classes from 0"
+        )
+    outside = (labels < 0) | (labels >= classes)
+    if outside.any():
+        record = int(np.argmax(outside))
+        raise InvalidData(
+            f"label {int(labels[record])} of image {record} is outside 0 to {classes - 1}; "
+            "correct it or declare the classes with --classes"
+        )
+    return labels.astype(np.int64)
+
+
+def _unit_slots(units: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """Number units by first appearance."""
+    if units.shape != (count,):
+        raise InvalidData(
+            f"units have shape {units.shape}, expected ({count},), one per image; check the column"
+        )
+    _, first, inverse = np.unique(units, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    slots: NDArray[np.int64] = rank[inverse]
+    return slots

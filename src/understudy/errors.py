@@ -1,0 +1,74 @@
+"""Every error a user can meet, each with the exit code that the command line returns for it.
+
+A message says what was found, what was expected and what to do, on one line.
+"""
+
+from __future__ import annotations
+
+
+class UnderstudyError(Exception):
+    """Base of all errors that are the user's to mend."""
+
+    exit_code = 2
+
+
+class InvalidData(UnderstudyError):
+    """The data set cannot be read, or does not hold what it must."""
+
+
+class InvalidSettings(UnderstudyError):
+    """A setting is out of range, or two settings contradict each other."""
+
+
+class OutputExists(UnderstudyError):
+    """The output directory is taken."""
+
+
+class StorageError(UnderstudyError):
+    """A file could not be written: full disk, missing permission."""
+
+
+class LedgerError(UnderstudyError):
+    """The ledger cannot be opened, written, or does not know what was asked for."""
+
+
+class DataChanged(UnderstudyError):
+    """A registered data set is not the one that was registered."""
+
+
+class RelationMixed(UnderstudyError):
+    """A data set was asked for under two neighbouring relations, units or deltas."""
+
+
+class BudgetRefused(UnderstudyError):
+    """The lifetime budget of the data set does not allow the plan."""
+
+    exit_code = 3
+
+
+class PlanViolation(UnderstudyError):
+    """A release was asked for that the plan does not contain, or not like this."""
+
+
+class PlanExhausted(PlanViolation):
+    """A release was asked for more often than planned."""
+
+
+class AttemptsExhausted(UnderstudyError):
+    """A block was started too often without ever being committed."""
+
+
+class PrivateAccess(UnderstudyError, TypeError):
+    """Something asked private state for more than a release gives."""
+
+
+class VerificationFailed(UnderstudyError):
+    """A released directory does not match its certificate."""
+
+    exit_code = 5
+
+
+class Interrupted(UnderstudyError):
+    """The run stopped at a committed block because a signal asked for it."""
+
+    exit_code = 130

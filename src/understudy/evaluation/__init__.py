@@ -1,0 +1,1 @@
+"""How good a synthetic set is: train on it, test on real records."""

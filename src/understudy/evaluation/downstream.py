@@ -1,0 +1,120 @@
+"""Downstream accuracy: fresh networks trained on the synthetic set, tested on real images.
+
+The protocol is that of the PSG paper: SGD with momentum 0.9 and weight decay 5e-4, learning rate 0.01 and
+a tenth of it in the second half, batches of 256, crop/scale/rotate augmentation, accuracy of the last
+epoch. Nothing is selected on test data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.errors import InvalidData
+from understudy.nets.convnet import ConvNet
+from understudy.privacy.disclosure import RealImages
+from understudy.privacy.plan import PublicFacts
+from understudy.progress import Progress
+from understudy.seeds import public_generator
+from understudy.synthetic import SyntheticSet
+from understudy.training.augmentation import crop_scale_rotate
+from understudy.training.sgd import SGD, fit
+
+TEST_BATCH = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """How to train and how often."""
+
+    networks: int = 3
+    epochs: int = 1000
+    width: int = 128
+    lr: float = 0.01
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DownstreamAccuracy:
+    """Test accuracy (a share) of each network."""
+
+    accuracies: tuple[float, ...]
+    tested_on: str
+    test_images: int
+    protocol: Protocol
+
+    @property
+    def mean(self) -> float:
+        """Mean accuracy."""
+        return fmean(self.accuracies)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation over the networks."""
+        return pstdev(self.accuracies)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "accuracy/convnet": self.mean,
+            "std": self.std,
+            "accuracies": list(self.accuracies),
+            "tested_on": self.tested_on,
+            "test_images": self.test_images,
+            "protocol": vars(self.protocol),
+        }
+
+
+def downstream_accuracy(
+    synthetic: SyntheticSet,
+    real: RealImages,
+    facts: PublicFacts,
+    *,
+    protocol: Protocol,
+    progress: Progress,
+) -> DownstreamAccuracy:
+    """Train ConvNets on `synthetic` and test them on `real`."""
+    if real.images.shape[1:] != synthetic.images.shape[1:]:
+        raise InvalidData(
+            f"test images have shape {tuple(real.images.shape[1:])}, the synthetic ones "
+            f"{tuple(synthetic.images.shape[1:])}; expected the same"
+        )
+    if int(real.labels.max()) >= facts.classes:
+        raise InvalidData(
+            f"the test set has label {int(real.labels.max())}, the synthetic set {facts.classes} "
+            "classes; expected the same classes"
+        )
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (facts.mean, facts.std))
+    train, test = (synthetic.images - mean) / std, (real.images - mean) / std
+    network = ConvNet(facts.shape, facts.classes, protocol.width)
+    sgd = SGD(
+        lr=protocol.lr,
+        epochs=protocol.epochs,
+        momentum=0.9,
+        weight_decay=5e-4,
+        drop_at=protocol.epochs // 2,
+    )
+    accuracies = []
+    for number in progress.steps(range(protocol.networks)):
+        generator = public_generator(protocol.seed, "evaluation", number)
+        params = network.init(generator)
+        params = fit(
+            network,
+            params,
+            train,
+            synthetic.labels,
+            sgd=sgd,
+            generator=generator,
+            augment=crop_scale_rotate,
+        )
+        predicted = torch.cat([network(params, part).argmax(1) for part in test.split(TEST_BATCH)])
+        accuracies.append(_share_equal(predicted, real.labels))
+    return DownstreamAccuracy(tuple(accuracies), real.what, len(test), protocol)
+
+
+def _share_equal(a: Tensor, b: Tensor) -> float:
+    return float((a == b).double().mean())

@@ -1,0 +1,23 @@
+"""The methods, one file each. Adding one: its file, a line here, a page in docs/methods, a test row."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from understudy.errors import InvalidSettings
+
+if TYPE_CHECKING:
+    from understudy.methods.method import Method
+
+METHODS = {
+    "psg": "understudy.methods.psg:PSG",
+}
+
+
+def load_method(name: str) -> type[Method]:
+    """Return the method called `name`."""
+    if name not in METHODS:
+        raise InvalidSettings(f"there is no method '{name}', expected {', '.join(METHODS)}")
+    module, _, attribute = METHODS[name].partition(":")
+    return cast("type[Method]", getattr(import_module(module), attribute))

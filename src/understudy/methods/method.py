@@ -1,0 +1,90 @@
+"""What every method is: a frozen configuration, a plan, and a run on a curator."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from understudy.errors import InvalidSettings
+from understudy.privacy.curator import Curator
+from understudy.privacy.plan import Plan, PublicFacts
+from understudy.progress import Progress
+from understudy.synthetic import SyntheticSet
+
+
+def setting(default: Any, explain: str) -> Any:
+    """Declare a field of a configuration with the line that `--help` shows for it."""
+    return dataclasses.field(default=default, metadata={"help": explain})
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Named settings, and the honest word on where they come from."""
+
+    settings: Callable[[PublicFacts, float, Mapping[str, Any]], dict[str, Any]]
+    """Map public facts, epsilon and the settings that the user gave to settings."""
+    tuned_on: str
+    """What the settings were chosen on."""
+
+
+class Method(Protocol):
+    """A method of generating a synthetic set. Post-processing only: it never sees a record."""
+
+    config_class: ClassVar[type]
+    presets: ClassVar[dict[str, Preset]]
+    summary: ClassVar[str]
+
+    @staticmethod
+    def default_preset(facts: PublicFacts) -> str:
+        """Choose a preset by public facts."""
+
+    def __init__(self, config: Any, facts: PublicFacts, *, seed: int) -> None:
+        """Keep the configuration; draw nothing yet."""
+
+    def plan(self) -> Plan:
+        """Declare every release that `run` will ask for."""
+
+    def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
+        """Ask for the releases and make the set."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A complete configuration and how it came about."""
+
+    config: Any
+    preset: str
+    tuned_on: str
+
+
+def configure(
+    method: type[Method],
+    facts: PublicFacts,
+    epsilon: float,
+    *,
+    preset: str = "auto",
+    settings: Mapping[str, Any] | None = None,
+) -> Configured:
+    """Complete the user's `settings` from a preset.
+
+    Raises:
+        InvalidSettings: an unknown preset or setting, with the nearest known one.
+    """
+    given = dict(settings or {})
+    name = method.default_preset(facts) if preset == "auto" else preset
+    if name not in method.presets:
+        raise InvalidSettings(
+            f"there is no preset '{name}', expected auto, {', '.join(method.presets)}"
+        )
+    known = [field.name for field in dataclasses.fields(method.config_class)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"expected one of {', '.join(known)}"
+            raise InvalidSettings(f"there is no setting '{key}'; {hint}")
+    chosen = method.presets[name]
+    values = chosen.settings(facts, epsilon, given) | given
+    return Configured(method.config_class(**values), name, chosen.tuned_on)

@@ -1,0 +1,1 @@
+"""Networks as pure functions: a frozen description, `init`, and a call on explicit parameters."""

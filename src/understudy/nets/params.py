@@ -1,0 +1,36 @@
+"""Parameters as plain dictionaries of tensors, and the few operations that every network shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+
+
+class Network(Protocol):
+    """A network without state: parameters come in as an argument, so `torch.func` can transform it."""
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw fresh parameters from `generator`."""
+
+    def __call__(self, params: Params, images: Tensor) -> Tensor:
+        """Map normalised images (n, c, h, w) to logits (n, classes)."""
+
+
+def uniform_fan_in(
+    shape: Sequence[int], *, fan_in: int, generator: torch.Generator
+) -> Tensor:
+    """Draw from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for weights and biases alike."""
+    bound = 1 / math.sqrt(fan_in)
+    weights = torch.rand(tuple(shape), generator=generator, device=generator.device)
+    return (weights * 2 - 1) * bound
+
+
+def parameter_count(params: Params) -> int:
+    """Count the scalars in `params`."""
+    return sum(tensor.numel() for tensor in params.values())

@@ -1,0 +1,253 @@
+"""The certificate: what was guaranteed, how, and for exactly which files.
+
+`seal` is the SHA-256 of everything else in the file, so any single edit shows; `authentication` is made
+with the ledger's key, so a consistent edit of certificate and files shows to the custodian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import VerificationFailed
+from understudy.files import canonical_json, file_digest
+from understudy.privacy.accounting import (
+    CURVE_DELTAS,
+    EPSILON_TOLERANCE,
+    LIBRARY,
+    composed_epsilon,
+    epsilon_curve,
+    epsilon_of,
+)
+from understudy.privacy.curator import Curator
+from understudy.privacy.ledger import Ledger
+from understudy.privacy.plan import Budget, Plan
+from understudy.privacy.randomness import tail_delta
+from understudy.privacy.registration import Registration
+
+FILE_NAME = "certificate.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A parsed certificate."""
+
+    content: dict[str, Any]
+
+    @property
+    def epsilon(self) -> float:
+        """The certified epsilon; infinite without a guarantee."""
+        epsilon = self.content["guarantee"]["epsilon"]
+        return math.inf if epsilon is None else float(epsilon)
+
+    @property
+    def delta(self) -> float:
+        """The certified delta."""
+        return float(self.content["guarantee"]["delta"])
+
+    @property
+    def has_guarantee(self) -> bool:
+        """Whether the set is differentially private at all."""
+        return self.content["guarantee"]["kind"] != "none"
+
+    def to_bytes(self) -> bytes:
+        """Return the one byte string that stands for this certificate."""
+        return canonical_json(self.content)
+
+
+def issue(
+    curator: Curator,
+    *,
+    registration: Registration,
+    budget: Budget,
+    ledger: Ledger,
+    run_id: str,
+    method: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    allow_large_delta: bool = False,
+) -> Certificate:
+    """Certify `files` as the result of the curator's run."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "run": run_id,
+        "guarantee": _guarantee(curator, budget, allow_large_delta),
+        "data_set": {
+            "name": registration.name,
+            "relation": registration.relation,
+            "public_facts": registration.facts.to_json(),
+            "is_public_benchmark": registration.is_public_benchmark,
+            "held_out_share": registration.hold_out,
+            "composed_total": _composed_total(ledger, registration, budget),
+        },
+        "releases": _releases(curator),
+        "extra_attempts": curator.extra_attempts,
+        "method": dict(method),
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+    }
+    content = json.loads(canonical_json(content))  # tuples become lists, once
+    content["authentication"] = ledger.mac(canonical_json(content)).hex()
+    content["seal"] = hashlib.sha256(canonical_json(content)).hexdigest()
+    return Certificate(content)
+
+
+def _guarantee(curator: Curator, budget: Budget, allow_large_delta: bool) -> dict[str, Any]:
+    calibration, facts = curator.calibration, curator.facts
+    if not curator.has_guarantee:
+        is_noiseless = calibration.noise_multiplier == 0
+        reason = "no noise was added" if is_noiseless else "randomness was injected by a test"
+        return {"kind": "none", "reason": reason, "epsilon": None, "delta": budget.delta}
+    deltas = [d for d in CURVE_DELTAS if d < 1 / facts.units or d == budget.delta]
+    tail = calibration.delta_tail
+    inner = [delta - tail for delta in deltas if delta > tail]
+    curve = epsilon_curve(curator.plan, calibration.noise_multiplier, inner, budget.accountant)
+    return {
+        "kind": "differential privacy",
+        "epsilon": calibration.epsilon,
+        "target_epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "delta_split": {"accounted": calibration.delta_accounted, "sampler_tail": tail},
+        "is_delta_large": allow_large_delta and budget.delta >= 1 / facts.units,
+        "unit": facts.unit,
+        "curve": [
+            {"delta": delta + tail, "epsilon": epsilon}
+            for delta, epsilon in zip(inner, curve, strict=True)
+        ],
+        "accountant": budget.accountant,
+        "library": LIBRARY,
+    }
+
+
+def _releases(curator: Curator) -> list[dict[str, Any]]:
+    made, bounds = curator.made(), curator.bounds
+    return [
+        line
+        | {
+            "made": made[line["name"]],
+            "bounds": bounds[line["name"]],
+            "noise_multiplier": curator.calibration.noise_multiplier * line["noise_ratio"],
+        }
+        for line in curator.plan.to_json()
+    ]
+
+
+def _composed_total(ledger: Ledger, registration: Registration, budget: Budget) -> dict[str, Any]:
+    runs = ledger.charged_runs(registration.budget)
+    if len(runs) == 1:
+        epsilon, how = runs[0]["epsilon"], runs[0]["accountant"]
+    else:
+        plans = [(Plan.from_json(json.loads(r["plan"])), r["noise_multiplier"]) for r in runs]
+        total = composed_epsilon(plans, budget.delta - sum(r["delta_tail"] for r in runs))
+        epsilon, how = (total if math.isfinite(total) else None), "renyi"
+    return {
+        "runs": len(runs),
+        "epsilon": epsilon,
+        "delta": budget.delta,
+        "accountant": how,
+        "lifetime_epsilon": registration.lifetime_epsilon,
+    }
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a successful verification found."""
+
+    certificate: Certificate
+    recomputed_epsilon: float
+    files: int
+    is_authenticated: bool
+
+
+def verify(release: Path, *, ledger: Ledger | None = None) -> Verification:
+    """Check a released directory against its certificate; with `ledger`, the certificate's origin too.
+
+    Raises:
+        VerificationFailed: with the first thing that does not hold.
+    """
+    certificate = _read(release / FILE_NAME)
+    try:
+        _check_files(release, certificate)
+        epsilon = _check_epsilon(certificate)
+    except (KeyError, TypeError, ValueError) as error:
+        raise VerificationFailed(f"the certificate lacks or garbles a field ({error!r})") from error
+    if ledger is not None:
+        _check_origin(certificate, ledger)
+    return Verification(certificate, epsilon, len(certificate.content["files"]), ledger is not None)
+
+
+def _read(path: Path) -> Certificate:
+    try:
+        raw = path.read_bytes()
+        content = json.loads(raw)
+    except OSError as error:
+        raise VerificationFailed(
+            f"there is no readable certificate in {path.parent} ({error.strerror}); expected a "
+            "directory that `understudy generate` wrote"
+        ) from error
+    except ValueError as error:
+        raise VerificationFailed(f"{path} is not JSON ({error}); it was edited") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise VerificationFailed(f"{path} is not a certificate of format {FORMAT}")
+    unsealed = {key: value for key, value in content.items() if key != "seal"}
+    expected = hashlib.sha256(canonical_json(unsealed)).hexdigest()
+    if content.get("seal") != expected or canonical_json(content) != raw:
+        raise VerificationFailed(f"{path} was edited: its seal does not match its content")
+    return Certificate(content)
+
+
+def _check_files(release: Path, certificate: Certificate) -> None:
+    listed: dict[str, str] = certificate.content["files"]
+    present = {p.relative_to(release).as_posix() for p in release.rglob("*") if not p.is_dir()}
+    if missing := sorted(set(listed) - present):
+        raise VerificationFailed(f"{missing[0]} is certified but missing from {release}")
+    if unlisted := sorted(present - set(listed) - {FILE_NAME}):
+        raise VerificationFailed(f"{unlisted[0]} is in {release} but not certified")
+    for name, digest in listed.items():
+        if file_digest(release / name) != digest:
+            raise VerificationFailed(f"{name} is not the file that was certified")
+
+
+def _check_epsilon(certificate: Certificate) -> float:
+    """Recompute epsilon from the plan and compare it with what is certified."""
+    if not certificate.has_guarantee:
+        return math.inf
+    guarantee, lines = certificate.content["guarantee"], certificate.content["releases"]
+    computed = ("made", "bounds", "noise_multiplier")
+    plan = Plan.from_json([{k: v for k, v in line.items() if k not in computed} for line in lines])
+    multipliers = {line["noise_multiplier"] / line["noise_ratio"] for line in lines}
+    multiplier = min(multipliers)
+    if max(multipliers) - multiplier > 1e-9 * multiplier:
+        raise VerificationFailed("the noise multipliers of the releases contradict each other")
+    for line in lines:
+        if line["made"] > line["count"]:
+            raise VerificationFailed(f"release {line['name']} was made more often than planned")
+    split = guarantee["delta_split"]
+    if tail_delta(plan, multiplier) > split["sampler_tail"]:
+        raise VerificationFailed("the noise sampler's tail exceeds its part of delta")
+    if split["accounted"] + split["sampler_tail"] > guarantee["delta"] * (1 + 1e-12):
+        raise VerificationFailed("the parts of delta exceed delta")
+    epsilon = epsilon_of(plan, multiplier, split["accounted"], guarantee["accountant"])
+    target = guarantee["target_epsilon"]
+    if not epsilon <= target or abs(epsilon - guarantee["epsilon"]) > EPSILON_TOLERANCE:
+        raise VerificationFailed(
+            f"the plan costs epsilon {epsilon:.4f}, but {guarantee['epsilon']:.4f} of at most "
+            f"{target:g} is certified"
+        )
+    return epsilon
+
+
+def _check_origin(certificate: Certificate, ledger: Ledger) -> None:
+    content = certificate.content
+    stripped = {k: v for k, v in content.items() if k not in ("seal", "authentication")}
+    expected = ledger.mac(canonical_json(stripped)).hex()
+    if not hmac.compare_digest(expected, str(content["authentication"])):
+        raise VerificationFailed("the certificate was not issued with this ledger's key")
+    row = ledger.run(content["run"])
+    if row is None or row["certificate"] != content["seal"]:
+        raise VerificationFailed("the ledger does not know this certificate")

@@ -1,0 +1,253 @@
+"""The curator: the vault opened for one plan. All that a method ever sees of the private data.
+
+Each call checks the plan before a record is read, counts the release, and returns an answer that is
+already noisy and already paid for. What a method does with it is post-processing, and free.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from understudy.errors import Interrupted, PlanExhausted, PlanViolation
+from understudy.privacy.accounting import Calibration, epsilon_of
+from understudy.privacy.blocks import Blocks
+from understudy.privacy.gradients import Loss, Params
+from understudy.privacy.plan import Kind, Plan, PublicFacts
+from understudy.privacy.randomness import Randomness
+from understudy.privacy.records import Records
+from understudy.privacy.releases.class_sums import FeatureMap, class_sums
+from understudy.privacy.releases.gradient import gradient
+from understudy.privacy.releases.histogram import histogram
+from understudy.privacy.sampling import Access
+from understudy.privacy.sealed import Sealed
+
+State = Mapping[str, Tensor | Mapping[str, Tensor]]
+"""What a method needs to go on: tensors by name, or one level of groups of them."""
+
+SPENT_STEPS = 10
+"""Epsilon spent so far is computed at tenths of the plan, rounded up."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When to commit, and whether to stop."""
+
+    seconds: float = 5.0
+    should_stop: Callable[[], bool] = lambda: False
+
+
+class Curator(Sealed):
+    """Answer the releases of one plan, each at most as often as planned."""
+
+    __slots__ = (
+        "_answered", "_blocks", "_bounds", "_committed_at", "_pace", "_randomness", "_records",
+        "_spent", "calibration", "facts", "plan",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        records: Records,
+        randomness: Randomness,
+        *,
+        facts: PublicFacts,
+        plan: Plan,
+        calibration: Calibration,
+        blocks: Blocks,
+        pace: Pace,
+    ) -> None:
+        self.facts, self.plan, self.calibration = facts, plan, calibration
+        self._records, self._randomness = records, randomness
+        self._blocks, self._pace = blocks, pace
+        self._answered: Counter[str] = Counter()
+        remembered = blocks.latest.notes["bounds"] if blocks.latest else {}
+        self._bounds = {line.name: set(remembered.get(line.name, ())) for line in plan}
+        self._spent: dict[tuple[int, ...], float] = {}
+        self._committed_at = time.monotonic()
+
+    # Releases
+
+    def gradient(
+        self, loss: Loss, params: Params, *, clip_norm: float, release: str = "gradient"
+    ) -> Params:
+        """Return the noisy mean over the expected batch of clipped per-unit gradients of `loss`.
+
+        Work since the last commit is lost in a crash, and the release is then made again with fresh
+        sampling and noise; call `checkpoint` often.
+        """
+        dimension = sum(tensor.numel() for tensor in params.values())
+        access = self._open(release, "gradient", dimension=dimension, bound=clip_norm)
+        return gradient(access, loss, params, clip_norm=clip_norm)
+
+    def class_sums(self, features: FeatureMap, *, release: str = "class_sums") -> Tensor:
+        """Return the noisy sums of `features` over the records of each class (classes, dimension)."""
+        dimension = self.facts.classes * features.dimension
+        return self._answer(
+            release,
+            lambda: class_sums(
+                self._open(release, "class_sums", dimension=dimension, bound=features.bound),
+                features,
+            ),
+        )
+
+    def histogram(self, *, release: str = "histogram") -> Tensor:
+        """Return the noisy number of records of each class (classes,)."""
+        return self._answer(
+            release,
+            lambda: histogram(
+                self._open(release, "histogram", dimension=self.facts.classes, bound=1.0)
+            ),
+        )
+
+    def _open(self, release: str, kind: Kind, *, dimension: int, bound: float) -> Access:
+        """Check a release against the plan, count it, and open the records for it."""
+        line = self.plan[release]
+        if line.kind != kind:
+            raise PlanViolation(
+                f"release '{release}' is planned as {line.kind} but was asked for as {kind}"
+            )
+        if dimension > line.dimension:
+            raise PlanViolation(
+                f"release '{release}' is planned with {line.dimension} coordinates but was asked for "
+                f"with {dimension}; correct the method's plan"
+            )
+        if not (bound > 0 and math.isfinite(bound)):
+            raise PlanViolation(
+                f"release '{release}' was asked for with bound {bound:g}, expected a positive finite "
+                "number"
+            )
+        if self._blocks.released[release] >= line.count:
+            raise PlanExhausted(
+                f"release '{release}' was planned {line.count} times and all are used; correct the "
+                "method's plan"
+            )
+        self._blocks.count(release)
+        self._bounds[release].add(bound)
+        return Access(
+            records=self._records,
+            randomness=self._randomness,
+            units=self.facts.units,
+            classes=self.facts.classes,
+            sampling_rate=line.sampling_rate,
+            noise_multiplier=self.calibration.noise_multiplier * line.noise_ratio,
+        )
+
+    def _answer(self, release: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Make a one-shot release: commit its noisy answer before the method sees it, or replay it."""
+        call = self._answered[release]
+        if (committed := self._blocks.answers.get((release, call))) is None:
+            if self._blocks.is_open:
+                raise PlanViolation(
+                    f"release '{release}' was asked for with uncommitted work before it; "
+                    "call checkpoint first"
+                )
+            answer = compute()
+            answered = self._answered + Counter({release: 1})
+            notes = {"answered": answered, "bounds": self.bounds}
+            committed = self._blocks.commit(release, call, {"answer": answer}, notes)
+        self._answered[release] += 1
+        return committed.tensors["answer"]
+
+    # Checkpoints
+
+    def restore(self) -> tuple[int, dict[str, Tensor | dict[str, Tensor]]]:
+        """Return (steps done, state) of the last committed checkpoint; (0, {}) for a fresh run."""
+        if (saved := self._blocks.checkpoint) is None:
+            return 0, {}
+        self._answered = Counter(saved.notes["answered"])
+        state: dict[str, Tensor | dict[str, Tensor]] = {}
+        for name, tensor in saved.tensors.items():
+            group, _, key = name.rpartition("/")
+            if group:
+                state.setdefault(group, {})[key] = tensor  # type: ignore[index]
+            else:
+                state[name] = tensor
+        return saved.step, state
+
+    def checkpoint(self, step: int, state: State) -> None:
+        """Offer a point to continue from: committed every few seconds, at a stop, and at the end.
+
+        Raises:
+            Interrupted: a signal asked to stop; everything up to here is committed.
+        """
+        should_stop = self._pace.should_stop()
+        is_due = time.monotonic() - self._committed_at >= self._pace.seconds
+        if self._blocks.is_open and (should_stop or is_due or self.is_exhausted):
+            flat: dict[str, Tensor] = {}
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    flat[name] = value
+                else:
+                    flat |= {f"{name}/{key}": tensor for key, tensor in value.items()}
+            notes = {"answered": self._answered, "bounds": self.bounds}
+            self._blocks.commit("checkpoint", step, flat, notes)
+            self._committed_at = time.monotonic()
+        if should_stop:
+            raise Interrupted(
+                f"stopped after {self.released} of {self.plan.total} releases, all committed; "
+                "run the same command with --resume to continue"
+            )
+
+    # What may be shown
+
+    @property
+    def released(self) -> int:
+        """Number of committed releases."""
+        return self._blocks.committed.total()
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every planned release was made."""
+        return self._blocks.released.total() >= self.plan.total
+
+    def made(self) -> dict[str, int]:
+        """Return the number of committed releases by name."""
+        if self._blocks.is_open:
+            raise PlanViolation("the method ended with uncommitted releases; call checkpoint")
+        return {line.name: self._blocks.committed[line.name] for line in self.plan}
+
+    @property
+    def extra_attempts(self) -> int:
+        """Number of block attempts beyond the first of each."""
+        return self._blocks.extra_attempts
+
+    @property
+    def bounds(self) -> dict[str, list[float]]:
+        """Contribution bounds used, by release."""
+        return {name: sorted(values) for name, values in self._bounds.items()}
+
+    @property
+    def has_guarantee(self) -> bool:
+        """Whether the answers are private: noise was added, from a secret source."""
+        return self.calibration.noise_multiplier > 0 and self._randomness.is_secret
+
+    def epsilon_spent(self) -> float:
+        """Bound the epsilon of the committed releases (the whole plan is reserved all the same)."""
+        if self.calibration.noise_multiplier == 0:
+            return math.inf if self.released else 0.0
+        tenths = tuple(
+            math.ceil(SPENT_STEPS * self._blocks.committed[line.name] / line.count)
+            for line in self.plan
+        )
+        if tenths not in self._spent:
+            lines = tuple(
+                replace(line, count=math.ceil(line.count * part / SPENT_STEPS))
+                for line, part in zip(self.plan, tenths, strict=True)
+                if part
+            )
+            self._spent[tenths] = (
+                epsilon_of(
+                    Plan(lines),
+                    self.calibration.noise_multiplier,
+                    self.calibration.delta_accounted,
+                    self.calibration.accountant,
+                )
+                if lines
+                else 0.0
+            )
+        return self._spent[tenths]

@@ -1,0 +1,296 @@
+"""The ledger: what was registered, reserved, released and disclosed, durably (SQLite).
+
+One file per custodian, in a directory of mode 0700. It holds the key that authenticates certificates and
+tells a changed data set, so it must not be shared. Everything that counts against a budget is one
+transaction that takes the write lock first: of two processes that race for the last of a budget, one is
+refused.
+
+States of a run: `reserved` (its whole plan is charged) -> `finished`; or `cancelled`, only possible while
+no block was ever started. States of a block: `started` -> `done`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import AttemptsExhausted, BudgetRefused, LedgerError, StorageError
+from understudy.files import home, make_directory
+from understudy.privacy.plan import Plan
+
+FORMAT = 1
+MOST_ATTEMPTS = 100
+"""Starts of one block, after which a run must be abandoned: something other than chance kills it."""
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
+CREATE TABLE data_sets (
+  id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, budget INTEGER NOT NULL, digest BLOB NOT NULL,
+  source TEXT, facts TEXT NOT NULL, relation TEXT NOT NULL, delta REAL, lifetime_epsilon REAL,
+  is_public_benchmark INTEGER NOT NULL, hold_out REAL NOT NULL, secret BLOB NOT NULL,
+  registered REAL NOT NULL) STRICT;
+CREATE TABLE runs (
+  id TEXT PRIMARY KEY, data_set INTEGER NOT NULL REFERENCES data_sets, method TEXT NOT NULL,
+  plan TEXT NOT NULL, noise_multiplier REAL NOT NULL, epsilon REAL, delta REAL NOT NULL,
+  accountant TEXT NOT NULL, delta_tail REAL NOT NULL, divergence REAL, state TEXT NOT NULL,
+  certificate TEXT, reserved REAL NOT NULL) STRICT;
+CREATE TABLE blocks (
+  run TEXT NOT NULL REFERENCES runs, number INTEGER NOT NULL, attempts INTEGER NOT NULL,
+  state TEXT NOT NULL, releases TEXT, digest TEXT, PRIMARY KEY (run, number)) STRICT;
+CREATE TABLE disclosures (
+  id INTEGER PRIMARY KEY, data_set INTEGER REFERENCES data_sets, what TEXT NOT NULL,
+  purpose TEXT NOT NULL, disclosed REAL NOT NULL) STRICT;
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One stretch of work between two commits."""
+
+    number: int
+    attempts: int
+    state: str
+    releases: dict[str, int]
+    digest: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """What a run costs, as it is written down before anything is released."""
+
+    method: str
+    plan: Plan
+    noise_multiplier: float
+    epsilon: float | None
+    """The run's guarantee; None for none."""
+    delta: float
+    accountant: str
+    delta_tail: float
+    """The part of delta that the noise sampler's tail takes."""
+    divergence: float | None
+    """Rényi divergence of the plan at the order of the data set's filter; None for unbounded."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What all runs on one budget may reach together."""
+
+    divergence: float
+    delta_tail: float
+
+    def check(self, spent: sqlite3.Row, charge: Charge) -> None:
+        """Refuse a charge that does not fit on top of what is spent."""
+        remedy = "lower epsilon, or see what was spent with `understudy ledger`"
+        if charge.divergence is None or spent["unbounded"]:
+            raise BudgetRefused(
+                "the data set has a lifetime budget, and a run without guarantee exceeds any; "
+                "give a finite epsilon"
+            )
+        tail = spent["delta_tail"] + charge.delta_tail
+        if spent["divergence"] + charge.divergence > self.divergence or tail > self.delta_tail:
+            used, asked = (100 * d / self.divergence for d in (spent["divergence"], charge.divergence))
+            raise BudgetRefused(
+                f"{used:.0f} % of the data set's lifetime budget is spent and this run needs "
+                f"{asked:.0f} % of it (Rényi filter); {remedy}"
+            )
+
+
+class Ledger:
+    """Open the ledger at `path`, creating it when it is missing."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or Path(os.environ.get("UNDERSTUDY_LEDGER") or home() / "ledger.sqlite")
+        self._connection = self._open()
+        self._key = self._read_key()
+
+    def _open(self) -> sqlite3.Connection:
+        remedy = "make it writable, or name another with --ledger"
+        try:
+            if not self.path.parent.exists():
+                make_directory(self.path.parent, mode=0o700)
+            if self.path.exists() and not self.path.stat().st_mode & 0o200:
+                raise LedgerError(f"the ledger {self.path} is read-only; {remedy}")
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+            connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            return connection
+        except (OSError, StorageError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise LedgerError(f"cannot open the ledger {self.path}: {reason}; {remedy}") from error
+        except sqlite3.Error as error:
+            raise LedgerError(
+                f"{self.path} is not a usable ledger ({error}); restore it from a backup, "
+                "or name another with --ledger"
+            ) from error
+
+    def _read_key(self) -> bytes:
+        with self.transaction() as run:
+            if not run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+                for statement in SCHEMA.split(";"):
+                    run(statement)
+                run("INSERT INTO meta VALUES ('format', ?)", (str(FORMAT).encode(),))
+                run("INSERT INTO meta VALUES ('key', ?)", (secrets.token_bytes(32),))
+            meta = {row["key"]: row["value"] for row in run("SELECT * FROM meta")}
+        if int(meta["format"]) != FORMAT:
+            raise LedgerError(
+                f"the ledger {self.path} has format {int(meta['format'])}, expected {FORMAT}; "
+                "use the version of understudy that wrote it"
+            )
+        return bytes(meta["key"])
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Any]:
+        """Yield `execute` inside one durable transaction that holds the write lock from its start."""
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection.execute
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise LedgerError(
+                f"the ledger {self.path} cannot be written ({error}); check its permissions and the "
+                "disk, then run the same command again"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def mac(self, *parts: bytes) -> bytes:
+        """Return the authentication code of `parts` under the ledger's key."""
+        code = hmac.new(self._key, digestmod=hashlib.sha256)
+        for part in parts:
+            code.update(len(part).to_bytes(8, "big") + part)
+        return code.digest()
+
+    # Runs
+
+    def reserve(self, run_id: str, data_set: int, charge: Charge, limit: Limit | None) -> None:
+        """Charge a whole plan to the budget of `data_set`, or refuse when `limit` would be passed."""
+        with self.transaction() as execute:
+            if limit is not None:
+                spent = execute(
+                    "SELECT total(divergence) AS divergence, total(delta_tail) AS delta_tail,"
+                    " coalesce(sum(divergence IS NULL), 0) AS unbounded FROM runs"
+                    " JOIN data_sets ON data_sets.id = runs.data_set WHERE state != 'cancelled'"
+                    " AND budget = (SELECT budget FROM data_sets WHERE id = ?)",
+                    (data_set,),
+                ).fetchone()
+                limit.check(spent, charge)
+            execute(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'reserved', NULL, ?)",
+                (run_id, data_set, charge.method, json.dumps(charge.plan.to_json()))
+                + (charge.noise_multiplier, charge.epsilon, charge.delta, charge.accountant)
+                + (charge.delta_tail, charge.divergence, time.time()),
+            )
+
+    def run(self, run_id: str) -> sqlite3.Row | None:
+        """Return the row of a run, or None."""
+        row: sqlite3.Row | None = self._connection.execute(
+            "SELECT * FROM runs WHERE id = ?", (run_id,)
+        ).fetchone()
+        return row
+
+    def charged_runs(self, budget: int) -> list[sqlite3.Row]:
+        """Return the runs that count against a budget, oldest first."""
+        return self._connection.execute(
+            "SELECT runs.* FROM runs JOIN data_sets ON data_sets.id = runs.data_set"
+            " WHERE budget = ? AND state != 'cancelled' ORDER BY reserved",
+            (budget,),
+        ).fetchall()
+
+    def cancel(self, run_id: str) -> bool:
+        """Give a reservation back if no block was ever started; say whether it was given back."""
+        with self.transaction() as execute:
+            changed = execute(
+                "UPDATE runs SET state = 'cancelled' WHERE id = ? AND state = 'reserved'"
+                " AND NOT EXISTS (SELECT 1 FROM blocks WHERE run = id)",
+                (run_id,),
+            )
+            return bool(changed.rowcount)
+
+    def finish(self, run_id: str, certificate: str) -> None:
+        """Mark a run finished, with the digest of its certificate."""
+        with self.transaction() as execute:
+            execute(
+                "UPDATE runs SET state = 'finished', certificate = ? WHERE id = ?",
+                (certificate, run_id),
+            )
+
+    # Blocks
+
+    def start_block(self, run_id: str, number: int) -> int:
+        """Record that work on a block begins; return which attempt this is."""
+        with self.transaction() as execute:
+            attempts: int = execute(
+                "INSERT INTO blocks VALUES (?, ?, 1, 'started', NULL, NULL)"
+                " ON CONFLICT (run, number) DO UPDATE SET attempts = attempts + 1"
+                " WHERE state = 'started' RETURNING attempts",
+                (run_id, number),
+            ).fetchone()[0]
+            if attempts > MOST_ATTEMPTS:
+                raise AttemptsExhausted(
+                    f"block {number} was started {MOST_ATTEMPTS} times and never committed; find out "
+                    "what ends the process, then start a new run: this one stays charged"
+                )
+            return attempts
+
+    def commit_block(
+        self, run_id: str, number: int, *, releases: dict[str, int], digest: str
+    ) -> None:
+        """Mark a block done with the releases made in it and the digest of its result file."""
+        with self.transaction() as execute:
+            execute(
+                "UPDATE blocks SET state = 'done', releases = ?, digest = ?"
+                " WHERE run = ? AND number = ? AND state = 'started'",
+                (json.dumps(releases, sort_keys=True), digest, run_id, number),
+            )
+
+    def blocks(self, run_id: str) -> list[Block]:
+        """Return the blocks of a run in order."""
+        rows = self._connection.execute(
+            "SELECT * FROM blocks WHERE run = ? ORDER BY number", (run_id,)
+        )
+        return [
+            Block(r["number"], r["attempts"], r["state"], json.loads(r["releases"] or "{}"), r["digest"])
+            for r in rows
+        ]
+
+    # Data sets and disclosures
+
+    def data_sets(self, where: str = "1", values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
+        """Return the rows of registered data sets."""
+        return self._connection.execute(
+            f"SELECT * FROM data_sets WHERE {where} ORDER BY id", values
+        ).fetchall()
+
+    def disclose(self, data_set: int | None, *, what: str, purpose: str) -> None:
+        """Record that real records are about to be read without noise."""
+        with self.transaction() as execute:
+            execute(
+                "INSERT INTO disclosures (data_set, what, purpose, disclosed) VALUES (?, ?, ?, ?)",
+                (data_set, what, purpose, time.time()),
+            )
+
+    def disclosures(self, data_set: int) -> list[sqlite3.Row]:
+        """Return the disclosures of a data set."""
+        return self._connection.execute(
+            "SELECT * FROM disclosures WHERE data_set = ? ORDER BY id", (data_set,)
+        ).fetchall()

@@ -1,0 +1,148 @@
+"""What is public about a data set, what a method wants released, and what it may cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from understudy.errors import InvalidSettings, PlanViolation
+
+Kind = Literal["gradient", "class_sums", "histogram"]
+Accountant = Literal["pld", "renyi"]
+RELATION = "zero-out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicFacts:
+    """Everything about a private data set that is declared public when it is registered.
+
+    Sampling rates, denominators and shard sizes use `units` (N0), never the length of anything.
+    """
+
+    units: int
+    class_names: tuple[str, ...]
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    unit: str = "record"
+    max_per_unit: int | None = None
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> PublicFacts:
+        """Read what `to_json` returned."""
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRelease:
+    """One line of a plan: `count` Gaussian releases at one sampling rate."""
+
+    name: str
+    kind: Kind
+    count: int
+    dimension: int
+    """Number of released coordinates; bounds the part that the noise sampler's tail plays."""
+    sampling_rate: float = 1.0
+    noise_ratio: float = 1.0
+    """Noise multiplier of this line relative to the plan's common one."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.dimension < 1:
+            raise InvalidSettings(
+                f"release '{self.name}' is planned {self.count} times with {self.dimension} "
+                "coordinates, expected at least 1 of each; check the settings"
+            )
+        if not 0 < self.sampling_rate <= 1:
+            raise InvalidSettings(
+                f"release '{self.name}' has sampling rate {self.sampling_rate:g}, expected above 0 "
+                "and at most 1: the expected batch must not exceed the number of units; "
+                "lower the batch"
+            )
+        if not (self.noise_ratio > 0 and math.isfinite(self.noise_ratio)):
+            raise InvalidSettings(
+                f"release '{self.name}' has noise ratio {self.noise_ratio:g}, expected a positive "
+                "number; check the settings"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a method will ever ask for, fixed before a record is read."""
+
+    releases: tuple[PlannedRelease, ...]
+
+    def __post_init__(self) -> None:
+        names = [release.name for release in self.releases]
+        if not names or len(set(names)) != len(names):
+            raise InvalidSettings(
+                f"a plan names its releases {names}, expected one or more different names"
+            )
+
+    def __iter__(self) -> Iterator[PlannedRelease]:
+        return iter(self.releases)
+
+    def __getitem__(self, name: str) -> PlannedRelease:
+        for release in self.releases:
+            if release.name == name:
+                return release
+        raise PlanViolation(
+            f"the plan has no release called '{name}' (planned: "
+            f"{', '.join(r.name for r in self.releases)}); add it to the method's plan"
+        )
+
+    @property
+    def total(self) -> int:
+        """Number of releases over all lines."""
+        return sum(release.count for release in self.releases)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return a JSON array, one object per line."""
+        return [asdict(release) for release in self.releases]
+
+    @classmethod
+    def from_json(cls, content: list[dict[str, Any]]) -> Plan:
+        """Read what `to_json` returned."""
+        return cls(tuple(PlannedRelease(**line) for line in content))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The guarantee that a run must not exceed. Epsilon `inf` means none."""
+
+    epsilon: float
+    delta: float
+    accountant: Accountant = "pld"
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            raise InvalidSettings(
+                f"epsilon is {self.epsilon:g}, expected a positive number, or inf for no guarantee"
+            )
+        if not 0 < self.delta < 1:
+            raise InvalidSettings(
+                f"delta is {self.delta:g}, expected a number between 0 and 1, such as 1e-5"
+            )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether there is a guarantee at all."""
+        return math.isfinite(self.epsilon)
+
+    def check_delta(self, units: int, *, allow_large: bool) -> None:
+        """Refuse a delta that would permit publishing one unit in the clear."""
+        if self.delta >= 1 / units and not allow_large:
+            raise InvalidSettings(
+                f"delta is {self.delta:g}, expected less than 1/N0 = {1 / units:.3g} for {units} "
+                "units; lower it, or pass --allow-large-delta, which the certificate will state"
+            )

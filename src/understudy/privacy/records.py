@@ -1,0 +1,88 @@
+"""Private records, laid out by unit, and the one loop that applies a function to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from understudy.data.images import LabelledImages
+from understudy.privacy.sealed import Sealed
+
+ROW_BYTES = 256 * 2**20
+"""Memory that the rows of one chunk may take, whatever the batch."""
+MOST_RECORDS = 256
+"""Records that a function sees at once."""
+
+Contribution = Callable[[Tensor, Tensor], Tensor]
+"""Map records (images (n, c, h, w) in [0, 1], labels (n,)) to rows (n, dimension), one by one."""
+
+
+class Records(Sealed):
+    """Hold images, labels and the slot of each unit; a slot may be empty."""
+
+    __slots__ = ("_images", "_labels", "_starts")
+
+    def __init__(self, images: Tensor, labels: Tensor, starts: Tensor) -> None:
+        self._images = images  # (n, c, h, w) uint8, sorted by unit
+        self._labels = labels  # (n,)
+        self._starts = starts  # (units + 1,): unit u owns records starts[u] to starts[u + 1]
+
+    @classmethod
+    def from_units(
+        cls,
+        data: LabelledImages,
+        units: NDArray[np.int64],
+        *,
+        max_per_unit: int | None,
+        device: torch.device,
+    ) -> Records:
+        """Take the given units of `data` into slots 0, 1, ..., at most `max_per_unit` records each."""
+        slot_of = np.full(int(data.units.max()) + 1, -1)
+        slot_of[units] = np.arange(len(units))
+        slots = slot_of[data.units]
+        order = np.argsort(slots, kind="stable")
+        order = order[slots[order] >= 0]
+        slots = slots[order]
+        if max_per_unit is not None:
+            position = np.arange(len(slots)) - np.searchsorted(slots, slots, side="left")
+            order, slots = order[position < max_per_unit], slots[position < max_per_unit]
+        starts = np.searchsorted(slots, np.arange(len(units) + 1))
+        return cls(
+            torch.from_numpy(data.images[order]).to(device),
+            torch.from_numpy(data.labels[order]).to(device),
+            torch.from_numpy(starts).to(device),
+        )
+
+    def unit_rows(
+        self, units: Tensor, contribution: Contribution, dimension: int
+    ) -> Iterator[Tensor]:
+        """Yield, chunk by chunk, one row per unit: the sum of its records' contributions.
+
+        Memory is bounded by the chunk, not by the number of units nor by the records of a unit.
+        """
+        starts = self._starts
+        units_at_once = max(1, min(ROW_BYTES // (4 * dimension), MOST_RECORDS))
+        for chunk in units.split(units_at_once):
+            counts = starts[chunk + 1] - starts[chunk]
+            owner = torch.repeat_interleave(counts)  # position of each record's unit in the chunk
+            first = torch.cumsum(counts, 0) - counts
+            records = starts[chunk][owner] + torch.arange(len(owner), device=owner.device)
+            records = records - first[owner]
+            if len(owner) == len(chunk) and bool((counts == 1).all()):
+                yield self._contributions(records, contribution)
+                continue
+            rows = torch.zeros(len(chunk), dimension, device=units.device)
+            for some in torch.arange(len(owner)).split(units_at_once) if len(owner) else ():
+                rows.index_add_(0, owner[some], self._contributions(records[some], contribution))
+            yield rows
+
+    def _contributions(self, records: Tensor, contribution: Contribution) -> Tensor:
+        return contribution(self._images[records].float() / 255, self._labels[records])
+
+    def all_in_the_clear(self) -> tuple[Tensor, Tensor]:
+        """Return images in [0, 1] and labels. Only `disclosure` may call it."""
+        return self._images.float() / 255, self._labels

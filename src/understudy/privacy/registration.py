@@ -1,0 +1,240 @@
+"""Registration: a data set enters the ledger once, and what is public about it is fixed there.
+
+A keyed digest of the records recognises a registered set whatever its path, and tells a changed one from
+it. The digest never leaves the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from understudy.data.images import LabelledImages
+from understudy.errors import BudgetRefused, DataChanged, InvalidData, InvalidSettings, RelationMixed
+from understudy.privacy.ledger import Ledger
+from understudy.privacy.plan import RELATION, PublicFacts
+
+DEFAULT_NORMALISATION = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistrationTerms:
+    """What the custodian declares when a data set is registered."""
+
+    name: str | None = None
+    """Name in the ledger and in the certificate; by default the file's."""
+    lifetime_epsilon: float | None = None
+    """What all runs on this set together may spend; by default no limit, only a running total."""
+    hold_out: float = 0.0
+    """Share of the units set aside for evaluation, secretly and for good."""
+    max_per_unit: int | None = None
+    """Records used of each unit; by default all."""
+    new_version_of: str | None = None
+    """Register a changed set as a new version: it shares the budget of the old one."""
+    unrelated: bool = False
+    """Register a changed set as having no unit in common with the old one (recorded)."""
+    public_benchmark: bool = False
+    """The set is public, such as MNIST: never refused, and certificates say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """A registered data set, as the ledger knows it."""
+
+    id: int
+    name: str
+    budget: int
+    facts: PublicFacts
+    relation: str
+    delta: float | None
+    lifetime_epsilon: float | None
+    is_public_benchmark: bool
+    hold_out: float
+    secret: bytes = field(repr=False)
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether runs can be refused."""
+        return self.lifetime_epsilon is not None and not self.is_public_benchmark
+
+    def split_units(self, total: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (units to learn from, units held out): a secret choice that never changes.
+
+        It depends on the number of units alone, so emptying one slot moves no other unit.
+        """
+        seed = np.random.SeedSequence(int.from_bytes(self.secret, "big"))
+        order = np.random.Generator(np.random.Philox(seed)).permutation(total)
+        held = total - self.facts.units
+        return np.sort(order[held:]), np.sort(order[:held])
+
+
+def _digest(ledger: Ledger, data: LabelledImages) -> bytes:
+    header = json.dumps([data.images.shape, data.class_names, data.unit]).encode()
+    arrays = (data.images, data.labels, data.units)
+    return ledger.mac(header, *(memoryview(np.ascontiguousarray(a)).cast("B") for a in arrays))  # type: ignore[arg-type]
+
+
+def find(ledger: Ledger, data: LabelledImages, *, name: str | None = None) -> Registration | None:
+    """Return the registration of exactly this data set, or None when it is new.
+
+    Raises:
+        DataChanged: its name or path is registered with other records.
+    """
+    rows = ledger.data_sets("digest = ?", (_digest(ledger, data),))
+    for row in rows:
+        if name in (None, row["name"]):
+            return _from_row(row)
+    if name is not None and rows:
+        raise DataChanged(
+            f"this data set is registered as '{rows[0]['name']}', not '{name}'; use that name"
+        )
+    known = ledger.data_sets("name = ? OR source = ?", (name or "", data.source or ""))
+    if known:
+        raise DataChanged(
+            f"{data.source or name} does not hold the records that were registered as "
+            f"'{known[-1]['name']}'; pass --new-version-of {known[-1]['name']} to go on with its "
+            "budget, or --unrelated if no unit is in both"
+        )
+    return None
+
+
+def register(ledger: Ledger, data: LabelledImages, terms: RegistrationTerms) -> Registration:
+    """Register a new data set, or a new version of one; return an existing registration unchanged.
+
+    The number of units (N0), class names, shape and normalisation become public facts here and are
+    never computed again.
+    """
+    is_replacement = terms.new_version_of is not None or terms.unrelated
+    if not is_replacement and (existing := find(ledger, data, name=terms.name)):
+        _check_same_terms(existing, terms)
+        return existing
+    _check_terms(terms)
+    total = int(data.units.max()) + 1
+    held = round(terms.hold_out * total)
+    if total - held < 1:
+        raise InvalidData(
+            f"the set has {total} units and {held} would be held out, expected at least one to learn "
+            "from; lower --hold-out"
+        )
+    channels = data.shape[0]
+    public = data.normalisation
+    facts = PublicFacts(
+        units=total - held,
+        class_names=data.class_names,
+        shape=data.shape,
+        mean=public.mean if public else (DEFAULT_NORMALISATION,) * channels,
+        std=public.std if public else (DEFAULT_NORMALISATION,) * channels,
+        unit=data.unit,
+        max_per_unit=terms.max_per_unit,
+    )
+    return _insert(ledger, data, terms, facts)
+
+
+def _insert(
+    ledger: Ledger, data: LabelledImages, terms: RegistrationTerms, facts: PublicFacts
+) -> Registration:
+    digest = _digest(ledger, data)
+    with ledger.transaction() as execute:
+        parent = None
+        if terms.new_version_of is not None:
+            query = "SELECT * FROM data_sets WHERE name = ?"
+            parent = execute(query, (terms.new_version_of,)).fetchone()
+            if parent is None:
+                raise InvalidSettings(
+                    f"no data set is registered as '{terms.new_version_of}'; see `understudy ledger`"
+                )
+        lifetime = parent["lifetime_epsilon"] if parent else terms.lifetime_epsilon
+        taken = {row[0] for row in execute("SELECT name FROM data_sets")}
+        row = execute(
+            "INSERT INTO data_sets (name, budget, digest, source, facts, relation, delta,"
+            " lifetime_epsilon, is_public_benchmark, hold_out, secret, registered)"
+            " VALUES (?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
+            (_free_name(terms.name or data.name, taken), digest, data.source)
+            + (json.dumps(facts.to_json()), RELATION, parent["delta"] if parent else None, lifetime)
+            + (int(terms.public_benchmark or data.is_public_benchmark), terms.hold_out)
+            + (secrets.token_bytes(32), time.time()),
+        ).fetchone()
+        budget = parent["budget"] if parent else row["id"]
+        execute("UPDATE data_sets SET budget = ? WHERE id = ?", (budget, row["id"]))
+        row = execute("SELECT * FROM data_sets WHERE id = ?", (row["id"],)).fetchone()
+    return _from_row(row)
+
+
+def fix_delta(ledger: Ledger, registration: Registration, delta: float) -> None:
+    """Hold a budget to the delta of its first run."""
+    with ledger.transaction() as execute:
+        execute(
+            "UPDATE data_sets SET delta = ? WHERE budget = ? AND delta IS NULL",
+            (delta, registration.budget),
+        )
+        fixed = execute("SELECT delta FROM data_sets WHERE id = ?", (registration.id,)).fetchone()[0]
+    if fixed != delta:
+        raise RelationMixed(
+            f"'{registration.name}' is accounted at delta {fixed:g}, but this run asks for {delta:g}; "
+            f"one data set has one delta: pass --delta {fixed:g}"
+        )
+
+
+def _free_name(wanted: str, taken: set[str]) -> str:
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}-{number}"
+    return name
+
+
+def _check_terms(terms: RegistrationTerms) -> None:
+    if terms.lifetime_epsilon is not None and not (
+        terms.lifetime_epsilon > 0 and math.isfinite(terms.lifetime_epsilon)
+    ):
+        raise InvalidSettings(
+            f"lifetime epsilon is {terms.lifetime_epsilon:g}, expected a positive number"
+        )
+    if not 0 <= terms.hold_out < 1:
+        raise InvalidSettings(
+            f"hold-out is {terms.hold_out:g}, expected a share from 0 to below 1, such as 0.1"
+        )
+    if terms.max_per_unit is not None and terms.max_per_unit < 1:
+        raise InvalidSettings(f"max-per-unit is {terms.max_per_unit}, expected at least 1")
+    if terms.new_version_of is not None and terms.unrelated:
+        raise InvalidSettings("--new-version-of and --unrelated contradict each other; pass one")
+
+
+def _check_same_terms(existing: Registration, terms: RegistrationTerms) -> None:
+    """Terms are fixed at the first registration: refuse others rather than ignore them."""
+    if terms.lifetime_epsilon not in (None, existing.lifetime_epsilon):
+        raise BudgetRefused(
+            f"'{existing.name}' is registered with lifetime epsilon {existing.lifetime_epsilon}, "
+            f"which cannot be changed to {terms.lifetime_epsilon:g}"
+        )
+    for flag, found, wanted in (
+        ("hold-out", existing.hold_out, terms.hold_out or None),
+        ("max-per-unit", existing.facts.max_per_unit, terms.max_per_unit),
+    ):
+        if wanted not in (None, found):
+            raise RelationMixed(
+                f"'{existing.name}' is registered with --{flag} {found}, not {wanted}; leave the "
+                "option out: it is fixed for good"
+            )
+
+
+def _from_row(row: object) -> Registration:
+    columns = dict(row)  # type: ignore[call-overload]
+    return Registration(
+        id=columns["id"],
+        name=columns["name"],
+        budget=columns["budget"],
+        facts=PublicFacts.from_json(json.loads(columns["facts"])),
+        relation=columns["relation"],
+        delta=columns["delta"],
+        lifetime_epsilon=columns["lifetime_epsilon"],
+        is_public_benchmark=bool(columns["is_public_benchmark"]),
+        hold_out=columns["hold_out"],
+        secret=columns["secret"],
+    )

@@ -1,0 +1,29 @@
+"""Release the noisy sum of clipped per-unit parameter gradients of a Poisson batch."""
+
+from __future__ import annotations
+
+from understudy.privacy.bounded import noisy_bounded_sum
+from understudy.privacy.gradients import Loss, Params, gradient_rows, split_like
+from understudy.privacy.sampling import Access
+
+
+def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) -> Params:
+    """Return the noisy mean gradient over the expected batch, shaped like `params`.
+
+    Privacy:
+        Reads: the records of a Poisson sample of units.
+        Bound: the gradients of a unit's records are summed over all parameters into one vector, which is
+            scaled to an L2 norm of at most `clip_norm`.
+        Sensitivity: `clip_norm`, when one unit is replaced by an empty one.
+        Dominating pair: N(0, z^2) against (1 - q) N(0, z^2) + q N(1, z^2), both orders.
+        Charges: one Poisson-sampled Gaussian of rate q and noise multiplier z.
+        The division is by q * N0, a public number, after the noise.
+    Edge cases:
+        Empty batch: noise. Unit with a gradient that is not finite: contributes zero. Zero gradient:
+        contributes zero. Infinite clip norm: refused.
+    """
+    dimension = sum(tensor.numel() for tensor in params.values())
+    total = noisy_bounded_sum(
+        access, gradient_rows(loss, params), dimension=dimension, bound=clip_norm
+    )
+    return split_like(total / access.expected_batch, params)

@@ -1,0 +1,163 @@
+"""The vault: where registered records live. It answers nothing by itself; `open` gives a curator."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from understudy.data.images import LabelledImages
+from understudy.errors import DataChanged, InvalidSettings
+from understudy.files import home
+from understudy.privacy.accounting import (
+    FILTER_TAIL_SHARE,
+    Calibration,
+    RenyiFilter,
+    calibrate,
+    renyi_divergence,
+)
+from understudy.privacy.blocks import Blocks
+from understudy.privacy.curator import Curator, Pace
+from understudy.privacy.ledger import Charge, Ledger, Limit
+from understudy.privacy.plan import Budget, Plan, PublicFacts
+from understudy.privacy.randomness import Randomness, SecretRandomness
+from understudy.privacy.records import Records
+from understudy.privacy.registration import Registration, fix_delta
+from understudy.privacy.sealed import Sealed
+
+
+class Vault(Sealed):
+    """Hold the records of a registered data set, laid out by unit, the held-out units apart."""
+
+    __slots__ = ("_device", "_held_out", "_records", "registration")
+
+    def __init__(
+        self, data: LabelledImages, registration: Registration, *, device: str = "cpu"
+    ) -> None:
+        facts = registration.facts
+        self.registration = registration
+        self._device = torch.device(device)
+        total = int(data.units.max()) + 1
+        if total < facts.units or data.shape != facts.shape:
+            raise DataChanged(
+                f"the data set has {total} units of shape {data.shape}, but '{registration.name}' is "
+                f"registered with {facts.units} of {facts.shape}; register it as a new version"
+            )
+        learn, held_out = registration.split_units(total)
+        self._records = Records.from_units(
+            data, learn, max_per_unit=facts.max_per_unit, device=self._device
+        )
+        self._held_out = Records.from_units(
+            data, held_out, max_per_unit=None, device=self._device
+        )
+
+    def __repr__(self) -> str:
+        facts = self.facts
+        return f"<Vault {self.registration.name}: {facts.units} units of one {facts.unit} each>"
+
+    @property
+    def facts(self) -> PublicFacts:
+        """What was declared public."""
+        return self.registration.facts
+
+    def open(
+        self,
+        plan: Plan,
+        budget: Budget,
+        ledger: Ledger,
+        *,
+        workspace: Path,
+        run_id: str,
+        method: str = "",
+        pace: Pace | None = None,
+        allow_large_delta: bool = False,
+        randomness: Randomness | None = None,
+    ) -> Curator:
+        """Calibrate the noise, reserve the whole plan in the ledger, and hand out the curator.
+
+        A run that the ledger knows already goes on from its last committed block.
+
+        Args:
+            plan: all releases that will be made.
+            budget: the guarantee to meet.
+            ledger: where the data set is registered.
+            workspace: directory for committed blocks, private.
+            run_id: name of the run.
+            method: for the record.
+            pace: when to commit and whether to stop.
+            allow_large_delta: accept delta >= 1/N0; the certificate will say so.
+            randomness: for tests; anything but the default voids the guarantee.
+
+        Raises:
+            BudgetRefused: the lifetime budget does not allow the plan.
+        """
+        budget.check_delta(self.facts.units, allow_large=allow_large_delta)
+        calibration = self._resume(run_id, plan, budget, ledger)
+        if calibration is None:
+            calibration = calibrate(plan, budget, cache=home() / "calibrations")
+            self._reserve(run_id, plan, budget, ledger, calibration, method)
+        return Curator(
+            self._records,
+            randomness or SecretRandomness(self._device),
+            facts=self.facts,
+            plan=plan,
+            calibration=calibration,
+            blocks=Blocks(ledger, run_id, workspace),
+            pace=pace or Pace(),
+        )
+
+    def _reserve(
+        self,
+        run_id: str,
+        plan: Plan,
+        budget: Budget,
+        ledger: Ledger,
+        calibration: Calibration,
+        method: str,
+    ) -> None:
+        fix_delta(ledger, self.registration, budget.delta)
+        lifetime = self.registration.lifetime_epsilon
+        limit = divergence = None
+        if self.registration.has_limit and lifetime is not None:
+            filter_ = RenyiFilter.for_budget(lifetime, budget.delta)
+            limit = Limit(filter_.bound, FILTER_TAIL_SHARE * budget.delta)
+            found = renyi_divergence(plan, calibration.noise_multiplier, filter_.order)
+            divergence = found if math.isfinite(found) else None
+        charge = Charge(
+            method=method,
+            plan=plan,
+            noise_multiplier=calibration.noise_multiplier,
+            epsilon=calibration.epsilon if budget.is_private else None,
+            delta=budget.delta,
+            accountant=budget.accountant,
+            delta_tail=calibration.delta_tail,
+            divergence=divergence,
+        )
+        ledger.reserve(run_id, self.registration.id, charge, limit)
+
+    def _resume(
+        self, run_id: str, plan: Plan, budget: Budget, ledger: Ledger
+    ) -> Calibration | None:
+        if (row := ledger.run(run_id)) is None:
+            return None
+        is_same = (
+            row["data_set"] == self.registration.id
+            and json.loads(row["plan"]) == plan.to_json()
+            and (row["epsilon"] is not None) == budget.is_private
+            and (row["delta"], row["accountant"]) == (budget.delta, budget.accountant)
+            and row["state"] != "cancelled"
+        )
+        if not is_same:
+            raise InvalidSettings(
+                "the ledger knows this run with another plan, budget or data set; repeat the "
+                "command that started it, with --resume"
+            )
+        return Calibration(
+            noise_multiplier=row["noise_multiplier"],
+            epsilon=math.inf if row["epsilon"] is None else row["epsilon"],
+            delta_accounted=budget.delta - row["delta_tail"],
+            delta_tail=row["delta_tail"],
+            accountant=budget.accountant,
+        )

@@ -1,0 +1,16 @@
+"""How long work reports itself. A method wraps its loop in a `Progress` and knows no more about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+
+class Progress:
+    """Report nothing. The command line has subclasses that draw a bar or print JSON lines."""
+
+    def steps(self, steps: range, *, spent: Callable[[], float] | None = None) -> Iterator[int]:
+        """Iterate over `steps`; `spent` tells the epsilon of what is committed so far."""
+        yield from steps
+
+    def say(self, text: str) -> None:
+        """Tell the user one line."""

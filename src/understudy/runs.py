@@ -1,0 +1,136 @@
+"""Run directories: complete or absent under their name, `NAME.partial` while the work goes on.
+
+    runs/scans-psg/
+      release/   the set, a picture, the data card, certificate.json: may be shared as it is
+      private/   settings, metrics on real records: mode 0700, never exported
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from understudy.errors import InvalidData, InvalidSettings, OutputExists
+from understudy.files import (
+    make_directory,
+    remove_temporaries,
+    storage_errors,
+    sync_directory,
+    write_file,
+    write_json,
+)
+
+PARTIAL = ".partial"
+SET_FILE = "synthetic.safetensors"
+SETTINGS_FILE = "run.json"
+METRICS_FILE = "metrics.json"
+
+
+def free_directory(wanted: Path) -> Path:
+    """Return `wanted`, or `wanted-2` and so on when it is taken."""
+    path, number = wanted, 1
+    while path.exists() or partial(path).exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
+
+
+def unfinished_directory(wanted: Path) -> Path:
+    """Return the one unfinished run that would have been called `wanted` or `wanted-N`."""
+    names = [p.name.removesuffix(PARTIAL) for p in wanted.parent.glob(f"{wanted.name}*{PARTIAL}")]
+    found = [n for n in names if n == wanted.name or n[len(wanted.name) :].lstrip("-").isdigit()]
+    if len(found) == 1:
+        return wanted.with_name(found[0])
+    if not found:
+        raise InvalidSettings(
+            f"there is no unfinished run {wanted}{PARTIAL} to resume; name it with --out, or leave "
+            "out --resume"
+        )
+    raise InvalidSettings(
+        f"several runs could be resumed ({', '.join(sorted(found))}); name one with --out"
+    )
+
+
+def partial(path: Path) -> Path:
+    """Return the name that a run has while it is unfinished."""
+    return path.with_name(path.name + PARTIAL)
+
+
+class RunDirectory:
+    """One run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def _working(self) -> Path:
+        return partial(self.path)
+
+    @property
+    def blocks(self) -> Path:
+        """Return where committed blocks are kept while the run is unfinished."""
+        return self._working / "private" / "blocks"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the directory is complete."""
+        return (self.path / "release").is_dir()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the unfinished directory against a second process."""
+        make_directory(self._working / "private", mode=0o700)
+        remove_temporaries(self._working / "private")
+        with (self._working / "private" / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise OutputExists(
+                    f"another process is working on {self._working}; wait for it, or stop it"
+                ) from error
+            yield
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Write down how the run was asked for."""
+        write_json(self._working / "private" / SETTINGS_FILE, settings, mode=0o600)
+
+    def settings(self) -> dict[str, Any]:
+        """Return how the run was asked for."""
+        root = self.path if self.is_finished else self._working
+        path = root / "private" / SETTINGS_FILE
+        try:
+            settings: dict[str, Any] = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise InvalidData(
+                f"{self.path} is not a run with its private part; expected a directory that "
+                "`understudy generate` wrote"
+            ) from None
+        return settings
+
+    def discard(self) -> None:
+        """Remove an unfinished run of which nothing was released."""
+        shutil.rmtree(self._working, ignore_errors=True)
+
+    def finish(self, files: Mapping[str, bytes]) -> None:
+        """Write the released files and give the directory its name, in one step."""
+        release = self._working / "release"
+        shutil.rmtree(release, ignore_errors=True)  # a finish cut short
+        make_directory(release)
+        for name, content in files.items():
+            write_file(release / name, content)
+        with storage_errors(self.path):
+            os.rename(self._working, self.path)
+            sync_directory(self.path.parent)
+            # The blocks are needed until the rename is durable, and not after it.
+            shutil.rmtree(self.path / "private" / "blocks", ignore_errors=True)
+            (self.path / "private" / "lock").unlink(missing_ok=True)
+
+    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Keep metrics on real records, in the private part."""
+        write_json(self.path / "private" / METRICS_FILE, dict(metrics), mode=0o600)

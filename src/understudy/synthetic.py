@@ -1,0 +1,78 @@
+"""The result: a labelled synthetic set, and a picture of it."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from PIL import Image
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from understudy.errors import InvalidData
+
+SHEET_TILE = 56
+"""Side that small images are enlarged to on a contact sheet, in pixels."""
+
+
+@dataclass(frozen=True, eq=False)
+class SyntheticSet:
+    """Hold synthetic images (n, c, h, w), float32 in [0, 1], and their labels (n,), int64."""
+
+    images: Tensor
+    labels: Tensor
+    class_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4 or self.labels.shape != self.images.shape[:1]:
+            raise InvalidData(
+                f"a synthetic set has images {tuple(self.images.shape)} and labels "
+                f"{tuple(self.labels.shape)}, expected (n, c, h, w) and (n,)"
+            )
+
+    def to_bytes(self) -> bytes:
+        """Serialise as safetensors."""
+        names = "\n".join(self.class_names)
+        return save_tensors(
+            {"images": self.images.contiguous(), "labels": self.labels.contiguous()},
+            metadata={"class_names": names},
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> SyntheticSet:
+        """Read what `to_bytes` wrote."""
+        try:
+            tensors = load_tensors(path.read_bytes())
+            with safetensors.safe_open(path, framework="pt") as file:
+                names = tuple((file.metadata() or {})["class_names"].split("\n"))
+            return cls(tensors["images"], tensors["labels"], names)
+        except (OSError, KeyError, safetensors.SafetensorError) as error:
+            raise InvalidData(
+                f"{path} cannot be read as a synthetic set ({error}); expected a file written by "
+                "understudy; verify the directory"
+            ) from error
+
+    def contact_sheet(self, *, per_class: int = 10) -> bytes:
+        """Draw up to `per_class` images of each class, one row per class, as PNG."""
+        side = max(self.images.shape[2:])
+        zoom = max(1, math.ceil(SHEET_TILE / side))
+        rows = []
+        for label in range(len(self.class_names)):
+            of_class = self.images[self.labels == label][:per_class]
+            blank = torch.ones(per_class - len(of_class), *self.images.shape[1:])
+            rows.append(torch.cat([of_class.cpu(), blank]))
+        tiles = torch.stack(rows)  # (classes, per_class, c, h, w)
+        tiles = tiles.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
+        tiles = torch.nn.functional.pad(tiles, (2, 2, 2, 2), value=1.0)
+        classes, columns, channels, height, width = tiles.shape
+        sheet = tiles.permute(0, 3, 1, 4, 2).reshape(classes * height, columns * width, channels)
+        pixels = (sheet.clamp(0, 1) * 255).round().byte().numpy()
+        picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG", optimize=True)
+        return buffer.getvalue()
