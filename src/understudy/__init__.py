@@ -1,1 +1,47 @@
+"""Understudy: synthetic stand-ins for private labelled image sets, with a certified DP guarantee.
+
+>>> import understudy
+>>> sorted(understudy.METHODS)
+['psg']
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from understudy.data.images import labelled_images
+    from understudy.methods import METHODS
+    from understudy.pipeline import evaluate, load_data, load_result, register, synthesize, verify
+
+# Loaded when first used, so that `understudy --help` does not wait for torch.
+_HOMES = {
+    "METHODS": "understudy.methods",
+    "evaluate": "understudy.pipeline",
+    "labelled_images": "understudy.data.images",
+    "load_data": "understudy.pipeline",
+    "load_result": "understudy.pipeline",
+    "register": "understudy.pipeline",
+    "synthesize": "understudy.pipeline",
+    "verify": "understudy.pipeline",
+}
+
+__all__ = [
+    "METHODS",
+    "evaluate",
+    "labelled_images",
+    "load_data",
+    "load_result",
+    "register",
+    "synthesize",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'understudy' has no attribute '{name}'")

@@ -20,8 +20,8 @@ def data_card(
     if curator.has_guarantee:
         guarantee = (
             f"Differential privacy with epsilon {curator.calibration.epsilon:.4g} and delta "
-            f"{budget.delta:g}, for each {facts.unit}: whoever sees this set can hardly tell it from "
-            f"one made after the data of any one {facts.unit} had been emptied. Emptying it changes "
+            f"{budget.delta:g}, for each {facts.unit}: whoever sees this set can hardly tell it "
+            f"from one made after the data of any one {facts.unit} had been emptied. That changes "
             f"the probability of any outcome at most by a factor e^epsilon, but for delta. "
             "`certificate.json` says how this was reached; `understudy verify` checks it."
         )
@@ -38,8 +38,8 @@ def data_card(
 
 ## What it is for
 
-Training and testing models where the real data cannot go. The images were optimised to train networks;
-they are not photographs of anything and need not look like the real ones.
+Training and testing models where the real data cannot go. The images were optimised to train
+networks; they are not photographs of anything and need not look like the real ones.
 
 ## What it is not for
 

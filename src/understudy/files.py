@@ -1,7 +1,7 @@
 """Durable files: a name holds the whole new content or the whole old one, never a part.
 
-This is the only place that writes outputs. A write goes to a temporary name in the same directory, is
-synced, renamed, and the directory is synced, so that it survives a crash at any moment.
+This is the only place that writes outputs. A write goes to a temporary name in the same directory,
+is synced, renamed, and the directory is synced, so that it survives a crash at any moment.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_json(path: Path, content: Any, *, mode: int = 0o644) -> None:
 
 
 def canonical_json(content: Any) -> bytes:
-    """Serialise to the one byte string that stands for `content`: sorted keys, two spaces, no NaN."""
+    """Serialise to the one byte string that stands for `content`: sorted keys, no NaN."""
     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
     return (text + "\n").encode()
 

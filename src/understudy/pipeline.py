@@ -18,21 +18,21 @@ from understudy import __version__
 from understudy.card import data_card
 from understudy.data.images import LabelledImages
 from understudy.data.sources import read_source
-from understudy.errors import InvalidData, InvalidSettings, OutputExists
+from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
 from understudy.evaluation.downstream import (
     DownstreamAccuracy,
     Protocol,
     downstream_accuracy,
 )
 from understudy.methods import load_method
-from understudy.methods.method import Configured, configure
+from understudy.methods.method import Configured, Method, configure
 from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Certificate, Verification
 from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.disclosure import RealImages, disclose_hold_out, disclose_test_set
 from understudy.privacy.ledger import Ledger
-from understudy.privacy.plan import Accountant, Budget, PublicFacts
+from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
 from understudy.privacy.vault import Vault
 from understudy.progress import Progress
@@ -96,9 +96,7 @@ def load_data(
     return read_source(source, unit=unit, classes=classes)
 
 
-def register(
-    data: Data, *, ledger: Ledger, terms: RegistrationTerms | None = None
-) -> Registration:
+def register(data: Data, *, ledger: Ledger, terms: RegistrationTerms | None = None) -> Registration:
     """Enter a data set into the ledger, or find it there."""
     images = data if isinstance(data, LabelledImages) else load_data(data)
     return registrations.register(ledger, images, terms or RegistrationTerms())
@@ -118,7 +116,7 @@ def synthesize(
 
     Args:
         data: name of a built-in set, path, or `LabelledImages`.
-        out: directory of the run; by default `runs/<data>-<method>-eps<epsilon>`, numbered when taken.
+        out: directory of the run; by default `runs/<data>-<method>-eps<epsilon>`, numbered.
         ledger: path of the ledger; by default the user's.
         resume: go on with an unfinished run, asked for with the same arguments.
         terms: how to register a data set that the ledger does not know yet.
@@ -147,22 +145,52 @@ def synthesize(
         report.say(f"{directory.path} is finished already")
         return load_result(directory.path)
     with _opened(ledger) as book:
-        is_new = registrations.find(book, records, name=terms.name if terms else None) is None \
-            if not (terms and (terms.new_version_of or terms.unrelated)) else True  # fmt: skip
-        registered = registrations.register(book, records, terms or RegistrationTerms())
-        if is_new:
-            facts = registered.facts
-            report.say(
-                f"registered '{registered.name}' in {book.path}: {facts.units} units "
-                f"(each a {facts.unit}), {facts.classes} classes"
-            )
-        vault = Vault(records, registered)
-        return _run(vault, book, directory, asked, report, source=records.source, resume=resume)
+        registered = _registered(book, records, terms or RegistrationTerms(), asked, report)
+        job = _Job(
+            vault=Vault(records, registered),
+            ledger=book,
+            directory=directory,
+            asked=asked,
+            source=records.source,
+            resume=resume,
+        )
+        return job.run(report)
 
 
-def _choose_directory(
-    out: str | Path | None, data: str, asked: Request, *, resume: bool
-) -> Path:
+def _registered(
+    ledger: Ledger,
+    data: LabelledImages,
+    terms: RegistrationTerms,
+    asked: Request,
+    progress: Progress,
+) -> Registration:
+    """Find the data set in the ledger, or register it, but only for a run that can be planned."""
+    known = len(ledger.data_sets())
+    is_replacement = terms.new_version_of is not None or terms.unrelated
+    if is_replacement or registrations.find(ledger, data, name=terms.name) is None:
+        _planned(asked, registrations.declared_facts(data, terms))
+    registered = registrations.register(ledger, data, terms)
+    if len(ledger.data_sets()) > known:
+        facts = registered.facts
+        progress.say(
+            f"registered '{registered.name}' in {ledger.path}: {facts.units} units "
+            f"(each a {facts.unit}), {facts.classes} classes"
+        )
+    return registered
+
+
+def _planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Plan]:
+    """Complete the settings and plan the releases; refuses whatever cannot work."""
+    asked.budget().check_delta(facts.units, allow_large=asked.allow_large_delta)
+    method_class = load_method(asked.method)
+    configured = configure(
+        method_class, facts, asked.epsilon, preset=asked.preset, settings=asked.settings
+    )
+    method = method_class(configured.config, facts, seed=asked.seed)
+    return configured, method, method.plan()
+
+
+def _choose_directory(out: str | Path | None, data: str, asked: Request, *, resume: bool) -> Path:
     wanted = Path(out) if out else Path("runs") / f"{data}-{asked.method}-eps{asked.epsilon:g}"
     if resume:
         return wanted if out and RunDirectory(wanted).is_finished else unfinished_directory(wanted)
@@ -178,148 +206,133 @@ def _choose_directory(
     return wanted
 
 
-def _run(
-    vault: Vault,
-    ledger: Ledger,
-    directory: RunDirectory,
-    asked: Request,
-    progress: Progress,
-    *,
-    source: str | None,
-    resume: bool,
-) -> Result:
-    method_class, budget = load_method(asked.method), asked.budget()
-    budget.check_delta(vault.facts.units, allow_large=asked.allow_large_delta)
-    configured = configure(
-        method_class, vault.facts, asked.epsilon, preset=asked.preset, settings=asked.settings
-    )
-    method = method_class(configured.config, vault.facts, seed=asked.seed)
-    plan = method.plan()
-    settings = _settings(vault, asked, configured, source)
-    with directory.locked(), _stop_signals() as should_stop:
-        run_id = secrets.token_hex(8)
-        try:
-            run_id = _begin(directory, settings, run_id, resume=resume)
-            curator = vault.open(
-                plan,
-                budget,
-                ledger,
-                workspace=directory.blocks,
-                run_id=run_id,
-                method=asked.method,
-                pace=Pace(should_stop=should_stop),
-                allow_large_delta=asked.allow_large_delta,
-            )
-            progress.say(_describe(curator, configured))
-            synthetic = method.run(curator, progress)
-            return _finish(vault, ledger, directory, asked, configured, run_id, curator, synthetic)
-        except BaseException:
-            # Before the first block nothing was released: leave neither a charge nor a directory.
-            if not resume and (ledger.run(run_id) is None or ledger.cancel(run_id)):
-                directory.discard()
-            raise
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One run, from its settings to its finished directory."""
 
+    vault: Vault
+    ledger: Ledger
+    directory: RunDirectory
+    asked: Request
+    source: str | None
+    resume: bool
 
-def _settings(
-    vault: Vault, asked: Request, configured: Configured, source: str | None
-) -> dict[str, Any]:
-    return {
-        "understudy": __version__,
-        "data_set": vault.registration.name,
-        "source": source,
-        "unit": vault.facts.unit,
-        "request": asdict(asked)
-        | {"epsilon": asked.epsilon if math.isfinite(asked.epsilon) else "inf"},
-        "config": asdict(configured.config),
-    }
+    def run(self, progress: Progress) -> Result:
+        asked = self.asked
+        configured, method, plan = _planned(asked, self.vault.facts)
+        with self.directory.locked(), _stop_signals() as should_stop:
+            run_id = secrets.token_hex(8)
+            try:
+                run_id = self._begin(configured, run_id)
+                curator = self.vault.open(
+                    plan,
+                    asked.budget(),
+                    self.ledger,
+                    workspace=self.directory.blocks,
+                    run_id=run_id,
+                    method=asked.method,
+                    pace=Pace(should_stop=should_stop),
+                    allow_large_delta=asked.allow_large_delta,
+                )
+                progress.say(_describe(curator, configured))
+                synthetic = method.run(curator, progress)
+                return self._finish(run_id, configured, curator, synthetic)
+            except BaseException as error:
+                if isinstance(error, Interrupted):
+                    error.exit_code = 128 + should_stop.signal
+                # Before the first block nothing was released: leave no charge and no directory.
+                if not self.resume and (
+                    self.ledger.run(run_id) is None or self.ledger.cancel(run_id)
+                ):
+                    self.directory.discard()
+                raise
 
+    def _begin(self, configured: Configured, run_id: str) -> str:
+        """Write the run's settings, or check that an unfinished run has the same."""
+        epsilon = self.asked.epsilon
+        settings = {
+            "data_set": self.vault.registration.name,
+            "unit": self.vault.facts.unit,
+            "request": asdict(self.asked)
+            | {"epsilon": epsilon if math.isfinite(epsilon) else "inf"},
+            "config": asdict(configured.config),
+        }
+        if not (self.resume and self.directory.has_settings):  # killed before it began: begin
+            where = {"source": self.source, "ledger": str(self.ledger.path.resolve())}
+            self.directory.begin(settings | where | {"run": run_id, "understudy": __version__})
+            return run_id
+        stored = self.directory.settings()
+        for key, value in settings.items():
+            if stored.get(key) != value:
+                raise InvalidSettings(
+                    f"the unfinished run has other settings: {key} is {stored.get(key)}, now "
+                    f"{value}; repeat the command that started it"
+                )
+        return str(stored["run"])
 
-def _begin(
-    directory: RunDirectory, settings: dict[str, Any], run_id: str, *, resume: bool
-) -> str:
-    """Write the run's settings, or check that those of an unfinished run are the same."""
-    if not resume:
-        directory.begin(settings | {"run": run_id})
-        return run_id
-    stored = directory.settings()
-    for key, value in settings.items():
-        if stored.get(key) != value and key not in ("understudy", "source"):
-            raise InvalidSettings(
-                f"the unfinished run has other settings: {key} is {stored.get(key)}, now {value}; "
-                "repeat the command that started it"
-            )
-    return str(stored["run"])
+    def _finish(
+        self, run_id: str, configured: Configured, curator: Curator, synthetic: SyntheticSet
+    ) -> Result:
+        asked, registration, budget = self.asked, self.vault.registration, self.asked.budget()
+        card = data_card(curator, registration, budget, asked.method, synthetic)
+        files = {
+            SET_FILE: synthetic.to_bytes(),
+            "contact_sheet.png": synthetic.contact_sheet(),
+            "README.md": card.encode(),
+        }
+        certificate = certificates.issue(
+            curator,
+            registration=registration,
+            budget=budget,
+            ledger=self.ledger,
+            run_id=run_id,
+            method={
+                "name": asked.method,
+                "settings": asdict(configured.config),
+                "preset": configured.preset,
+                "preset_tuned_on": configured.tuned_on,
+                "seed": asked.seed,
+                "public_inputs": [],
+                "understudy": __version__,
+            },
+            files=files,
+            allow_large_delta=asked.allow_large_delta,
+        )
+        files[certificates.FILE_NAME] = certificate.to_bytes()
+        self.ledger.finish(run_id, certificate.content["seal"])
+        self.directory.finish(files)
+        return Result(synthetic, certificate, self.directory.path)
 
 
 def _describe(curator: Curator, configured: Configured) -> str:
     calibration, plan = curator.calibration, curator.plan
     noise = f"noise multiplier {calibration.noise_multiplier:.4g}"
+    resuming = f"; resuming after {curator.released}" if curator.released else ""
     return (
         f"preset {configured.preset}; {plan.total} releases planned, {noise}, "
-        f"epsilon {calibration.epsilon:.4g} reserved"
-        + (f"; resuming after {curator.released}" if curator.released else "")
+        f"epsilon {calibration.epsilon:.4g} reserved{resuming}"
     )
-
-
-def _finish(
-    vault: Vault,
-    ledger: Ledger,
-    directory: RunDirectory,
-    asked: Request,
-    configured: Configured,
-    run_id: str,
-    curator: Curator,
-    synthetic: SyntheticSet,
-) -> Result:
-    files = {SET_FILE: synthetic.to_bytes(), "contact_sheet.png": synthetic.contact_sheet()}
-    described = {
-        "name": asked.method,
-        "settings": asdict(configured.config),
-        "preset": configured.preset,
-        "preset_tuned_on": configured.tuned_on,
-        "seed": asked.seed,
-        "public_inputs": [],
-        "understudy": __version__,
-    }
-    files["README.md"] = data_card(
-        curator, vault.registration, asked.budget(), asked.method, synthetic
-    ).encode()
-    certificate = certificates.issue(
-        curator,
-        registration=vault.registration,
-        budget=asked.budget(),
-        ledger=ledger,
-        run_id=run_id,
-        method=described,
-        files=files,
-        allow_large_delta=asked.allow_large_delta,
-    )
-    files[certificates.FILE_NAME] = certificate.to_bytes()
-    ledger.finish(run_id, certificate.content["seal"])
-    directory.finish(files)
-    return Result(synthetic, certificate, directory.path)
 
 
 def load_result(directory: str | Path) -> Result:
     """Read a finished run; only its `release/` is needed."""
     release = _release(directory)
     synthetic = SyntheticSet.load(release / SET_FILE)
-    return Result(synthetic, certificates._read(release / certificates.FILE_NAME), Path(directory))
+    return Result(synthetic, certificates.read(release / certificates.FILE_NAME), Path(directory))
 
 
-def verify(
-    directory: str | Path, *, ledger: Ledger | str | Path | bool = False
-) -> Verification:
+def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False) -> Verification:
     """Check a run, or its `release/` alone, against its certificate.
 
     Args:
         directory: the run.
-        ledger: the custodian's ledger (True for the default one) to check the certificate's origin too.
+        ledger: the custodian's ledger (True for the default one) to check the certificate's origin
+        too.
     """
     release = _release(directory)
     if ledger is False:
         return certificates.verify(release)
-    with _opened(None if ledger is True else ledger) as book:
+    with _opened(_ledger_of(directory) if ledger is True else ledger) as book:
         return certificates.verify(release, ledger=book)
 
 
@@ -336,14 +349,14 @@ def evaluate(
     Args:
         directory: the run.
         test: test set; by default the registered hold-out, or a built-in set's own test split.
-        ledger: where the reading of real records is recorded.
+        ledger: where the reading of real records is recorded; by default the run's.
         protocol: how to train.
         progress: where to report.
     """
     run = RunDirectory(Path(directory))
     result = load_result(directory)
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
-    with _opened(ledger) as book:
+    with _opened(ledger or _ledger_of(directory)) as book:
         real = _real_images(run, test, book)
         accuracy = downstream_accuracy(
             result.synthetic,
@@ -380,6 +393,14 @@ def _release(directory: str | Path) -> Path:
     return path / "release" if (path / "release").is_dir() else path
 
 
+def _ledger_of(directory: str | Path) -> Path | None:
+    """Return the ledger that a run was made with, None (the user's own) if it does not say."""
+    try:
+        return Path(RunDirectory(Path(directory)).settings()["ledger"])
+    except InvalidData:
+        return None
+
+
 @contextlib.contextmanager
 def _opened(ledger: Ledger | str | Path | None) -> Iterator[Ledger]:
     if isinstance(ledger, Ledger):
@@ -392,22 +413,30 @@ def _opened(ledger: Ledger | str | Path | None) -> Iterator[Ledger]:
         book.close()
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[Any]:
-    """Turn the first SIGINT or SIGTERM into a request to stop at the next committed block."""
-    requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield requested.is_set
-        return
+class _StopRequest:
+    """Whether a signal asked to stop. A second one stops at once, without a commit."""
 
-    def handle(number: int, _: Any) -> None:
-        if requested.is_set():
+    signal = 0
+
+    def handle(self, number: int, _: Any) -> None:
+        if self.signal:
             raise KeyboardInterrupt
-        requested.set()
+        self.signal = number
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    def __call__(self) -> bool:
+        return bool(self.signal)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_StopRequest]:
+    """Turn the first SIGINT or SIGTERM into a request to stop at the next committed block."""
+    stop = _StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield requested.is_set
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""How long work reports itself. A method wraps its loop in a `Progress` and knows no more about it."""
+"""How long work reports itself. A method wraps its loop in a `Progress`, and that is all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Run directories: complete or absent under their name, `NAME.partial` while the work goes on.
 
-    runs/scans-psg/
-      release/   the set, a picture, the data card, certificate.json: may be shared as it is
-      private/   settings, metrics on real records: mode 0700, never exported
+runs/scans-psg/
+  release/   the set, a picture, the data card, certificate.json: may be shared as it is
+  private/   settings, metrics on real records: mode 0700, never exported
 """
 
 from __future__ import annotations
@@ -99,6 +99,11 @@ class RunDirectory:
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Write down how the run was asked for."""
         write_json(self._working / "private" / SETTINGS_FILE, settings, mode=0o600)
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether the run got as far as writing its settings."""
+        return (self._working / "private" / SETTINGS_FILE).exists()
 
     def settings(self) -> dict[str, Any]:
         """Return how the run was asked for."""

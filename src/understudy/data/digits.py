@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
 from understudy.data.images import LabelledImages, Normalisation, labelled_images
@@ -22,7 +23,7 @@ def read_digits() -> LabelledImages:
     bunch = load_digits()
     is_test = np.arange(len(bunch.target)) % TEST_EVERY == TEST_EVERY - 1
 
-    def part(rows: np.ndarray) -> LabelledImages:  # type: ignore[type-arg]
+    def part(rows: NDArray[np.bool_]) -> LabelledImages:
         return labelled_images(
             bunch.images[rows] / 16,
             bunch.target[rows],

@@ -25,7 +25,7 @@ class Normalisation:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabelledImages:
-    """Hold records: uint8 images (n, c, h, w), labels (n,), and the unit that each record belongs to.
+    """Hold records: uint8 images (n, c, h, w), labels (n,), and the unit of each record.
 
     Build it with `labelled_images`, which checks everything.
     """
@@ -63,7 +63,8 @@ def labelled_images(
     """Check arrays and pack them as `LabelledImages`.
 
     Args:
-        images: uint8, or floats in [0, 1] (kept with 8 bits, as image files do); (n, h, w) for grey,
+        images: uint8, or floats in [0, 1] (kept with 8 bits, as image files do); (n, h, w) for
+        grey,
             (n, c, h, w), or (n, h, w, c) with 1 or 3 channels.
         labels: whole numbers from 0 to classes - 1, one per image.
         units: the unit of privacy (a patient, a user) of each image: any values, equal for the same

@@ -1,4 +1,4 @@
-"""Read `.npz` files: arrays `images`, `labels`, and optionally one that names the unit of privacy."""
+"""Read `.npz` files: arrays `images`, `labels`, and optionally one that names each image's unit."""
 
 from __future__ import annotations
 

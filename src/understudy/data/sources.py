@@ -33,5 +33,5 @@ def read_source(
         return read_npz(path, unit=unit, classes=classes)
     found = "does not exist" if not path.exists() else f"has the ending '{path.suffix}'"
     raise InvalidData(
-        f"{source} {found}; expected a built-in set ({', '.join(BUILT_IN)}) or a path to an .npz file"
+        f"{source} {found}; expected a built-in set ({', '.join(BUILT_IN)}) or the path of an .npz"
     )

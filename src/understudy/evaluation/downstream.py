@@ -1,8 +1,8 @@
 """Downstream accuracy: fresh networks trained on the synthetic set, tested on real images.
 
-The protocol is that of the PSG paper: SGD with momentum 0.9 and weight decay 5e-4, learning rate 0.01 and
-a tenth of it in the second half, batches of 256, crop/scale/rotate augmentation, accuracy of the last
-epoch. Nothing is selected on test data.
+The protocol is that of the PSG paper: SGD with momentum 0.9 and weight decay 5e-4, learning rate
+0.01 and a tenth of it in the second half, batches of 256, crop/scale/rotate augmentation, accuracy
+of the last epoch. Nothing is selected on test data.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def downstream_accuracy(
             generator=generator,
             augment=crop_scale_rotate,
         )
-        predicted = torch.cat([network(params, part).argmax(1) for part in test.split(TEST_BATCH)])
+        predicted = torch.cat(
+            [network(params, part).argmax(1) for part in torch.split(test, TEST_BATCH)]
+        )
         accuracies.append(_share_equal(predicted, real.labels))
     return DownstreamAccuracy(tuple(accuracies), real.what, len(test), protocol)
 

@@ -1,4 +1,4 @@
-"""The methods, one file each. Adding one: its file, a line here, a page in docs/methods, a test row."""
+"""The methods, one file each. Adding one: its file, a line here, a page in docs, a test row."""
 
 from __future__ import annotations
 

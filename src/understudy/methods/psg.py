@@ -1,8 +1,8 @@
 """Private Set Generation (Chen, Kerkouche, Fritz; NeurIPS 2022), Algorithm 1.
 
-A few images per class are optimised directly, so that the gradient they give a freshly drawn network
-points where the private data's gradient points. The set is useful for training by construction, and
-nothing else has to be learned privately.
+A few images per class are optimised directly, so that the gradient they give a freshly drawn
+network points where the private data's gradient points. The set is useful for training by
+construction, and nothing else has to be learned privately.
 
 Private access: R * T * K `gradient` releases, each over a Poisson batch.
 Deviations: see docs/methods/psg.md.
@@ -77,9 +77,9 @@ def _paper(_: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str
 def _small(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings for a thousand small images: few, large batches and bold projected steps."""
     return {
-        "rounds": 40,
+        "rounds": 200,
         "outer": 5,
-        "batches": 5,
+        "batches": 1,
         "inner": 10,
         "batch": max(1, min(400, round(0.28 * facts.units))),
         "image_lr": 1.0,
@@ -138,7 +138,7 @@ class PSG:
         )
 
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
-        """Algorithm 1, its three loops over r, t and k counted as one, so that it can be resumed."""
+        """Algorithm 1; its loops over r, t and k are counted as one, so that it can be resumed."""
         config = self.config
         per_run = config.outer * config.batches
         labels = torch.arange(self.facts.classes).repeat_interleave(config.images_per_class)
@@ -167,9 +167,7 @@ class PSG:
                     sgd=SGD(lr=config.network_lr, epochs=config.inner),
                     generator=public_generator(self.seed, "order", step),
                 )
-            curator.checkpoint(
-                step + 1, {"images": images, "velocity": velocity, "theta": theta}
-            )
+            curator.checkpoint(step + 1, {"images": images, "velocity": velocity, "theta": theta})
         pixels = (images * self._std + self._mean).clamp(0, 1)
         return SyntheticSet(pixels, labels, self.facts.class_names)
 

@@ -2,8 +2,8 @@
 
 The paper's network for 28 and 32 px images has three blocks of 128 filters that end in 4x4 maps.
 Here the depth follows the image size so that the last maps stay near 4x4: one block at 8 px, two at
-16 px, three at 28 or 32 px, four at 64 px. An image smaller than 4 * 2**depth is padded by the first
-convolution (28 px become 32 px maps, as in the paper).
+16 px, three at 28 or 32 px, four at 64 px. An image smaller than 4 * 2**depth is padded by the
+first convolution (28 px become 32 px maps, as in the paper).
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ class ConvNet:
         params: Params = {}
         channels = self.shape[0]
         for block in range(self.depth):
-            weight_shape = (self.width, channels, 3, 3)
-            for name, shape in (("weight", weight_shape), ("bias", (self.width,))):
-                params[f"conv{block}.{name}"] = uniform_fan_in(
-                    shape, fan_in=channels * 9, generator=generator
-                )
+            self._init_layer(params, f"conv{block}", (self.width, channels, 3, 3), generator)
             params[f"norm{block}.weight"] = torch.ones(self.width, device=generator.device)
             params[f"norm{block}.bias"] = torch.zeros(self.width, device=generator.device)
             channels = self.width
         height, width = (side // 2**self.depth for side in self._padded())
         features = channels * height * width
-        for name, shape in (("weight", (self.classes, features)), ("bias", (self.classes,))):
-            params[f"linear.{name}"] = uniform_fan_in(
-                shape, fan_in=features, generator=generator
-            )
+        self._init_layer(params, "linear", (self.classes, features), generator)
         return params
+
+    @staticmethod
+    def _init_layer(
+        params: Params, name: str, shape: tuple[int, ...], generator: torch.Generator
+    ) -> None:
+        fan_in = math.prod(shape[1:])
+        for part, size in (("weight", shape), ("bias", shape[:1])):
+            params[f"{name}.{part}"] = uniform_fan_in(size, fan_in=fan_in, generator=generator)
 
     def __call__(self, params: Params, images: Tensor) -> Tensor:
         """Map normalised images (n, c, h, w) to logits (n, classes)."""

@@ -13,7 +13,7 @@ Params = dict[str, Tensor]
 
 
 class Network(Protocol):
-    """A network without state: parameters come in as an argument, so `torch.func` can transform it."""
+    """A network without state: parameters are an argument, so `torch.func` can transform it."""
 
     def init(self, generator: torch.Generator) -> Params:
         """Draw fresh parameters from `generator`."""
@@ -22,10 +22,8 @@ class Network(Protocol):
         """Map normalised images (n, c, h, w) to logits (n, classes)."""
 
 
-def uniform_fan_in(
-    shape: Sequence[int], *, fan_in: int, generator: torch.Generator
-) -> Tensor:
-    """Draw from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for weights and biases alike."""
+def uniform_fan_in(shape: Sequence[int], *, fan_in: int, generator: torch.Generator) -> Tensor:
+    """Draw from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for all weights."""
     bound = 1 / math.sqrt(fan_in)
     weights = torch.rand(tuple(shape), generator=generator, device=generator.device)
     return (weights * 2 - 1) * bound

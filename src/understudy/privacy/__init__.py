@@ -1,1 +1,1 @@
-"""The door: the only code that touches a record. To review the guarantee is to review this folder."""
+"""The door: the only code that touches a record. Review this folder to review the guarantee."""

@@ -1,12 +1,13 @@
 """From plans to epsilon and back. The only file that imports `dp_accounting`.
 
-Every mechanism here is a Gaussian on a bounded sum, either over all units or over a Poisson sample of
-them. Under the zero-out relation its dominating pair is that of add/remove: N(0, z^2) against
-(1 - q) N(0, z^2) + q N(1, z^2), in both orders, so dp_accounting's ADD_OR_REMOVE_ONE applies.
+Every mechanism here is a Gaussian on a bounded sum, either over all units or over a Poisson sample
+of them. Under the zero-out relation its dominating pair is that of add/remove: N(0, z^2) against (1
+- q) N(0, z^2) + q N(1, z^2), in both orders, so dp_accounting's ADD_OR_REMOVE_ONE applies.
 
-Within a run the plan is fixed ahead: privacy-loss distributions (PLD) compose it tightly. Across runs
-the next plan may depend on earlier results, so admission against a lifetime budget uses a Rényi filter
-of one fixed order (Feldman and Zrnic, 2021), which allows plans to be chosen adaptively.
+Within a run the plan is fixed ahead: privacy-loss distributions (PLD) compose it tightly. Across
+runs the next plan may depend on earlier results, so admission against a lifetime budget uses a
+Rényi filter of one fixed order (Feldman and Zrnic, 2021), which allows plans to be chosen
+adaptively.
 """
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ def epsilon_curve(
     return [float(composed.get_epsilon(delta)) for delta in deltas]
 
 
-def epsilon_of(
-    plan: Plan, noise_multiplier: float, delta: float, accountant: Accountant
-) -> float:
+def epsilon_of(plan: Plan, noise_multiplier: float, delta: float, accountant: Accountant) -> float:
     """Return the epsilon of `plan` at `delta`, the sampler's tail left out."""
     return epsilon_curve(plan, noise_multiplier, [delta], accountant)[0]
 
@@ -99,7 +98,8 @@ def calibrate(plan: Plan, budget: Budget, *, cache: Path | None = None) -> Calib
     Args:
         plan: the releases.
         budget: the target.
-        cache: directory of earlier answers; a hit is used only if one forward evaluation confirms it.
+        cache: directory of earlier answers; a hit is used only if one forward evaluation confirms
+        it.
     """
     if not budget.is_private:
         return Calibration(
@@ -121,7 +121,7 @@ def calibrate(plan: Plan, budget: Budget, *, cache: Path | None = None) -> Calib
                 accountant=budget.accountant,
             )
     raise InvalidSettings(
-        f"with noise multiplier {multiplier:.3g} the noise sampler's tail costs more than a tenth of "
+        f"with noise multiplier {multiplier:.3g} the noise sampler's tail costs over a tenth of "
         f"delta = {budget.delta:g}; lower epsilon, raise delta or plan fewer releases"
     )
 
@@ -135,7 +135,11 @@ def _calibrated_multiplier(
         return budget.epsilon - EPSILON_TOLERANCE <= epsilon <= budget.epsilon
 
     question = [plan.to_json(), budget.epsilon, delta, budget.accountant, LIBRARY]
-    entry = cache / f"{hashlib.sha256(canonical_json(question)).hexdigest()[:32]}.json" if cache else None
+    entry = (
+        cache / f"{hashlib.sha256(canonical_json(question)).hexdigest()[:32]}.json"
+        if cache
+        else None
+    )
     if entry and (cached := _read_cached(entry)):
         epsilon = epsilon_of(plan, cached, delta, budget.accountant)
         if is_met(epsilon):
@@ -211,8 +215,8 @@ def composed_epsilon(runs: Iterable[tuple[Plan, float]], delta: float) -> float:
 class RenyiFilter:
     """Admit runs while the sum of their Rényi divergences at one fixed order stays within a bound.
 
-    The order is the best one for a single Gaussian that would use the whole budget; it is a function of
-    the budget alone, fixed when the data set is registered.
+    The order is the best one for a single Gaussian that would use the whole budget; it is a
+    function of the budget alone, fixed when the data set is registered.
     """
 
     order: int

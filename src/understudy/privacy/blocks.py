@@ -1,9 +1,9 @@
-"""Blocks: work between two commits. Nothing computed in a block leaves the process before its commit.
+"""Blocks: work between two commits. Nothing of a block leaves the process before its commit.
 
-A commit writes the block's result (a checkpoint, or the answer of a one-shot release) to a file, syncs
-it, and then marks the block done in the ledger, in one transaction, with the file's digest. After a crash
-a started block whose complete, authentic result is there is rolled forward; otherwise its file is deleted
-unread and the block is done again, with fresh sampling and noise.
+A commit writes the block's result (a checkpoint, or the answer of a one-shot release) to a file,
+syncs it, and then marks the block done in the ledger, in one transaction, with the file's digest.
+After a crash a started block whose complete, authentic result is there is rolled forward; otherwise
+its file is deleted unread and the block is done again, with fresh sampling and noise.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Blocks:
             self._recover(block)
         if self._number and not self._file(self._number - 1).exists():
             raise LedgerError(
-                f"the last committed block is missing from {directory}; put it back, or start a new "
-                "run: this one stays charged"
+                f"the last committed block is missing from {directory}; put it back, or start a "
+                "new run: this one stays charged"
             )
 
     @property
@@ -77,7 +77,7 @@ class Blocks:
         return self._open is not None
 
     def count(self, release: str) -> None:
-        """Record that `release` is about to be made, starting a block in the ledger if none is open."""
+        """Record that `release` is about to be made; start a block if none is open."""
         if self._open is None:
             self._attempt = self._ledger.start_block(self._run_id, self._number)
             self._open = Counter()
@@ -97,6 +97,7 @@ class Blocks:
             "step": step,
             "releases": dict(self._open),
             "notes": notes,
+            "names": list(tensors),
         }
         metadata = {"understudy": json.dumps(header, sort_keys=True)}
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -161,8 +162,9 @@ class Blocks:
         payload = content[:-MAC_BYTES]
         length = int.from_bytes(payload[:8], "little")
         try:
-            tensors = load_tensors(payload)
+            loaded = load_tensors(payload)
             header = json.loads(json.loads(payload[8 : 8 + length])["__metadata__"]["understudy"])
+            tensors = {name: loaded[name] for name in header["names"]}  # in the order committed
             found = (header["run"], header["block"], header["attempt"])
         except (ValueError, KeyError, safetensors.SafetensorError) as error:
             raise LedgerError(f"block {block.number} cannot be read ({error})") from error

@@ -12,7 +12,7 @@ from understudy.privacy.records import Contribution
 from understudy.privacy.sampling import Access
 
 CLIP_MARGIN = 1e-6
-"""Contributions are scaled to just below the bound, so that float32 rounding cannot carry them over."""
+"""Contributions are scaled to just below the bound: float32 rounding must not carry them over."""
 
 
 def noisy_bounded_sum(
@@ -21,12 +21,12 @@ def noisy_bounded_sum(
     """Sample units, sum their bounded contributions, add Gaussian noise once.
 
     Privacy:
-        Reads the records of the sampled units. A unit's records are summed, then the sum is scaled to
-        an L2 norm of at most `bound`, so emptying one slot moves the total by at most `bound`. Charges
-        one Poisson-sampled Gaussian with noise multiplier `access.noise_multiplier`.
+        Reads the records of the sampled units. A unit's records are summed, then the sum is scaled
+        to an L2 norm of at most `bound`, so emptying one slot moves the total by at most `bound`.
+        Charges one Poisson-sampled Gaussian with noise multiplier `access.noise_multiplier`.
     Edge cases:
-        No unit sampled: noise alone. A contribution that is not finite: zero, chosen by `where`. Zero
-        norm: unchanged. A bound that is not positive and finite: refused.
+        No unit sampled: noise alone. A contribution that is not finite: zero, chosen by `where`.
+        Zero norm: unchanged. A bound that is not positive and finite: refused.
 
     Returns:
         The noisy total, float64, (dimension,).
@@ -45,8 +45,8 @@ def noisy_bounded_sum(
 def clipped_sum(rows: Tensor, bound: float) -> Tensor:
     """Scale each row to an L2 norm of at most `bound` and sum them in float64.
 
-    Norms and the sum are float64: summing hundreds of float32 rows in float32 would let one unit change
-    the rounding of all others.
+    Norms and the sum are float64: summing hundreds of float32 rows in float32 would let one unit
+    change the rounding of all others.
     """
     limit = bound * (1 - CLIP_MARGIN)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The certificate: what was guaranteed, how, and for exactly which files.
 
-`seal` is the SHA-256 of everything else in the file, so any single edit shows; `authentication` is made
-with the ledger's key, so a consistent edit of certificate and files shows to the custodian.
+`seal` is the SHA-256 of everything else in the file, so any single edit shows; `authentication` is
+made with the ledger's key, so a consistent edit of certificate and files shows to the custodian.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Certificate:
     @property
     def has_guarantee(self) -> bool:
         """Whether the set is differentially private at all."""
-        return self.content["guarantee"]["kind"] != "none"
+        return bool(self.content["guarantee"]["kind"] != "none")
 
     def to_bytes(self) -> bytes:
         """Return the one byte string that stands for this certificate."""
@@ -84,7 +84,7 @@ def issue(
             "public_facts": registration.facts.to_json(),
             "is_public_benchmark": registration.is_public_benchmark,
             "held_out_share": registration.hold_out,
-            "composed_total": _composed_total(ledger, registration, budget),
+            "composed_total": composed_total(ledger, registration),
         },
         "releases": _releases(curator),
         "extra_attempts": curator.extra_attempts,
@@ -137,18 +137,24 @@ def _releases(curator: Curator) -> list[dict[str, Any]]:
     ]
 
 
-def _composed_total(ledger: Ledger, registration: Registration, budget: Budget) -> dict[str, Any]:
+def composed_total(ledger: Ledger, registration: Registration) -> dict[str, Any]:
+    """Return what all runs charged to a data set cost together.
+
+    One run keeps its own epsilon. Several are composed by Rényi, as if their plans had been fixed
+    ahead; against a lifetime budget the filter decides, which does not assume that.
+    """
     runs = ledger.charged_runs(registration.budget)
+    delta = runs[0]["delta"]
     if len(runs) == 1:
         epsilon, how = runs[0]["epsilon"], runs[0]["accountant"]
     else:
         plans = [(Plan.from_json(json.loads(r["plan"])), r["noise_multiplier"]) for r in runs]
-        total = composed_epsilon(plans, budget.delta - sum(r["delta_tail"] for r in runs))
+        total = composed_epsilon(plans, delta - sum(r["delta_tail"] for r in runs))
         epsilon, how = (total if math.isfinite(total) else None), "renyi"
     return {
         "runs": len(runs),
         "epsilon": epsilon,
-        "delta": budget.delta,
+        "delta": delta,
         "accountant": how,
         "lifetime_epsilon": registration.lifetime_epsilon,
     }
@@ -165,12 +171,12 @@ class Verification:
 
 
 def verify(release: Path, *, ledger: Ledger | None = None) -> Verification:
-    """Check a released directory against its certificate; with `ledger`, the certificate's origin too.
+    """Check a released directory against its certificate, and with `ledger` the certificate too.
 
     Raises:
         VerificationFailed: with the first thing that does not hold.
     """
-    certificate = _read(release / FILE_NAME)
+    certificate = read(release / FILE_NAME)
     try:
         _check_files(release, certificate)
         epsilon = _check_epsilon(certificate)
@@ -181,7 +187,8 @@ def verify(release: Path, *, ledger: Ledger | None = None) -> Verification:
     return Verification(certificate, epsilon, len(certificate.content["files"]), ledger is not None)
 
 
-def _read(path: Path) -> Certificate:
+def read(path: Path) -> Certificate:
+    """Read a certificate and check its seal."""
     try:
         raw = path.read_bytes()
         content = json.loads(raw)

@@ -85,7 +85,7 @@ class Curator(Sealed):
         return gradient(access, loss, params, clip_norm=clip_norm)
 
     def class_sums(self, features: FeatureMap, *, release: str = "class_sums") -> Tensor:
-        """Return the noisy sums of `features` over the records of each class (classes, dimension)."""
+        """Return the noisy sums of `features` over each class's records: (classes, dimension)."""
         dimension = self.facts.classes * features.dimension
         return self._answer(
             release,
@@ -113,13 +113,13 @@ class Curator(Sealed):
             )
         if dimension > line.dimension:
             raise PlanViolation(
-                f"release '{release}' is planned with {line.dimension} coordinates but was asked for "
-                f"with {dimension}; correct the method's plan"
+                f"release '{release}' is planned with {line.dimension} coordinates but was asked "
+                f"for with {dimension}; correct the method's plan"
             )
         if not (bound > 0 and math.isfinite(bound)):
             raise PlanViolation(
-                f"release '{release}' was asked for with bound {bound:g}, expected a positive finite "
-                "number"
+                f"release '{release}' was asked for with bound {bound:g}, expected a positive "
+                "finite number"
             )
         if self._blocks.released[release] >= line.count:
             raise PlanExhausted(
@@ -138,7 +138,7 @@ class Curator(Sealed):
         )
 
     def _answer(self, release: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Make a one-shot release: commit its noisy answer before the method sees it, or replay it."""
+        """Make a one-shot release, committed before the method sees it, or replay it."""
         call = self._answered[release]
         if (committed := self._blocks.answers.get((release, call))) is None:
             if self._blocks.is_open:

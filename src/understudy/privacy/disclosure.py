@@ -1,4 +1,4 @@
-"""The second door: real records without noise, for evaluation. Each use is recorded in the ledger first.
+"""The second door: real records without noise, for evaluation. Each use enters the ledger first.
 
 What is computed from them is private: it belongs into `private/`, never into `release/`.
 """

@@ -18,7 +18,7 @@ Loss = Callable[[Params, Tensor, Tensor], Tensor]
 
 
 def gradient_rows(loss: Loss, params: Params) -> Contribution:
-    """Return the function that maps records to their gradients, flattened in the order of `params`."""
+    """Return the function from records to their gradients, flattened in `params`' order."""
     per_record = one_by_one(lambda image, label: grad(loss)(params, image, label))
 
     def rows(images: Tensor, labels: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def gradient_rows(loss: Loss, params: Params) -> Contribution:
 def one_by_one(function: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor, Tensor], object]:
     """Apply `function` to each record by itself, so that no record can influence another's row.
 
-    A function that needs the batch (batch norm in training mode), or random numbers that would have to
-    be secret, is refused.
+    A function that needs the batch (batch norm in training mode), or random numbers that would have
+    to be secret, is refused.
     """
     mapped = vmap(function, in_dims=(0, 0), randomness="error")
 
@@ -41,7 +41,7 @@ def one_by_one(function: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor
             return mapped(images, labels)
         except (RuntimeError, ValueError) as error:
             text = str(error)
-            mixes = ("vmap", "running_mean", "Batch norm", "more than 1 value per channel")
+            mixes = ("vmap", "captured Tensor", "more than 1 value per channel")
             if not any(sign in text for sign in mixes):
                 raise
             raise PlanViolation(
@@ -55,7 +55,7 @@ def one_by_one(function: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor
 def split_like(flat: Tensor, params: Params) -> Params:
     """Cut a flat vector into tensors shaped like `params`, rounding once to their type."""
     sizes = [tensor.numel() for tensor in params.values()]
-    pieces = flat.split(sizes)
+    pieces = torch.split(flat, sizes)
     return {
         name: piece.view(tensor.shape).to(tensor.dtype)
         for (name, tensor), piece in zip(params.items(), pieces, strict=True)

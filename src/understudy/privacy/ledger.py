@@ -1,12 +1,12 @@
 """The ledger: what was registered, reserved, released and disclosed, durably (SQLite).
 
-One file per custodian, in a directory of mode 0700. It holds the key that authenticates certificates and
-tells a changed data set, so it must not be shared. Everything that counts against a budget is one
-transaction that takes the write lock first: of two processes that race for the last of a budget, one is
-refused.
+One file per custodian, in a directory of mode 0700. It holds the key that authenticates
+certificates and tells a changed data set, so it must not be shared. Everything that counts against
+a budget is one transaction that takes the write lock first: of two processes that race for the last
+of a budget, one is refused.
 
-States of a run: `reserved` (its whole plan is charged) -> `finished`; or `cancelled`, only possible while
-no block was ever started. States of a block: `started` -> `done`.
+States of a run: `reserved` (its whole plan is charged) -> `finished`; or `cancelled`, only possible
+while no block was ever started. States of a block: `started` -> `done`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from understudy.privacy.plan import Plan
 
 FORMAT = 1
 MOST_ATTEMPTS = 100
-"""Starts of one block, after which a run must be abandoned: something other than chance kills it."""
+"""Starts of one block, after which the run must be abandoned: it is no chance that kills it."""
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
@@ -98,7 +98,9 @@ class Limit:
             )
         tail = spent["delta_tail"] + charge.delta_tail
         if spent["divergence"] + charge.divergence > self.divergence or tail > self.delta_tail:
-            used, asked = (100 * d / self.divergence for d in (spent["divergence"], charge.divergence))
+            used, asked = (
+                100 * d / self.divergence for d in (spent["divergence"], charge.divergence)
+            )
             raise BudgetRefused(
                 f"{used:.0f} % of the data set's lifetime budget is spent and this run needs "
                 f"{asked:.0f} % of it (Rényi filter); {remedy}"
@@ -153,7 +155,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Any]:
-        """Yield `execute` inside one durable transaction that holds the write lock from its start."""
+        """Yield `execute` in one durable transaction that holds the write lock from its start."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -165,8 +167,8 @@ class Ledger:
                 raise
         except sqlite3.Error as error:
             raise LedgerError(
-                f"the ledger {self.path} cannot be written ({error}); check its permissions and the "
-                "disk, then run the same command again"
+                f"the ledger {self.path} cannot be written ({error}); check its permissions and "
+                "the disk, then run the same command again"
             ) from error
 
     def close(self) -> None:
@@ -183,7 +185,7 @@ class Ledger:
     # Runs
 
     def reserve(self, run_id: str, data_set: int, charge: Charge, limit: Limit | None) -> None:
-        """Charge a whole plan to the budget of `data_set`, or refuse when `limit` would be passed."""
+        """Charge a whole plan to the budget of `data_set`, or refuse if that passes `limit`."""
         with self.transaction() as execute:
             if limit is not None:
                 spent = execute(
@@ -196,9 +198,19 @@ class Ledger:
                 limit.check(spent, charge)
             execute(
                 "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'reserved', NULL, ?)",
-                (run_id, data_set, charge.method, json.dumps(charge.plan.to_json()))
-                + (charge.noise_multiplier, charge.epsilon, charge.delta, charge.accountant)
-                + (charge.delta_tail, charge.divergence, time.time()),
+                (
+                    run_id,
+                    data_set,
+                    charge.method,
+                    json.dumps(charge.plan.to_json()),
+                    charge.noise_multiplier,
+                    charge.epsilon,
+                    charge.delta,
+                    charge.accountant,
+                    charge.delta_tail,
+                    charge.divergence,
+                    time.time(),
+                ),
             )
 
     def run(self, run_id: str) -> sqlite3.Row | None:
@@ -239,16 +251,19 @@ class Ledger:
     def start_block(self, run_id: str, number: int) -> int:
         """Record that work on a block begins; return which attempt this is."""
         with self.transaction() as execute:
-            attempts: int = execute(
+            row = execute(
                 "INSERT INTO blocks VALUES (?, ?, 1, 'started', NULL, NULL)"
                 " ON CONFLICT (run, number) DO UPDATE SET attempts = attempts + 1"
                 " WHERE state = 'started' RETURNING attempts",
                 (run_id, number),
-            ).fetchone()[0]
+            ).fetchone()
+            if row is None:
+                raise LedgerError(f"block {number} of this run is committed already")
+            attempts: int = row["attempts"]
             if attempts > MOST_ATTEMPTS:
                 raise AttemptsExhausted(
-                    f"block {number} was started {MOST_ATTEMPTS} times and never committed; find out "
-                    "what ends the process, then start a new run: this one stays charged"
+                    f"block {number} was started {MOST_ATTEMPTS} times and never committed; find "
+                    "out what ends the process, then start a new run: this one stays charged"
                 )
             return attempts
 
@@ -257,11 +272,13 @@ class Ledger:
     ) -> None:
         """Mark a block done with the releases made in it and the digest of its result file."""
         with self.transaction() as execute:
-            execute(
+            changed = execute(
                 "UPDATE blocks SET state = 'done', releases = ?, digest = ?"
                 " WHERE run = ? AND number = ? AND state = 'started'",
                 (json.dumps(releases, sort_keys=True), digest, run_id, number),
             )
+            if changed.rowcount != 1:
+                raise LedgerError(f"block {number} of this run is not open, so not committed")
 
     def blocks(self, run_id: str) -> list[Block]:
         """Return the blocks of a run in order."""
@@ -269,7 +286,13 @@ class Ledger:
             "SELECT * FROM blocks WHERE run = ? ORDER BY number", (run_id,)
         )
         return [
-            Block(r["number"], r["attempts"], r["state"], json.loads(r["releases"] or "{}"), r["digest"])
+            Block(
+                r["number"],
+                r["attempts"],
+                r["state"],
+                json.loads(r["releases"] or "{}"),
+                r["digest"],
+            )
             for r in rows
         ]
 

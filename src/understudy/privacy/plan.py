@@ -41,7 +41,11 @@ class PublicFacts:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> PublicFacts:
         """Read what `to_json` returned."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in content.items()
+        }
+        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)

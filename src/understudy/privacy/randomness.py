@@ -1,13 +1,13 @@
 """Secret randomness: batches and noise, from generators of their own.
 
 Neither follows `--seed` nor torch's default generator, neither is ever written down, and both are
-seeded with 256 bits (64 on a GPU) from the operating system: torch's CPU generator would use only 32
-bits of a seed, few enough to try them all.
+seeded with 256 bits (64 on a GPU) from the operating system: torch's CPU generator would use only
+32 bits of a seed, few enough to try them all.
 
-Noise is drawn in float64. Samplers stop somewhere in the tail: a float32 Box-Muller draw never exceeds
-5.77 standard deviations on a CPU, which alone would break delta = 1e-5 over 100 000 releases. A float64
-Box-Muller draw (GPU) reaches sqrt(2 * 53 * ln 2) = 8.57, numpy's Ziggurat (CPU) about 12.2.
-`tail_delta` bounds what stopping at `SAMPLER_REACH` costs.
+Noise is drawn in float64. Samplers stop somewhere in the tail: a float32 Box-Muller draw never
+exceeds 5.77 standard deviations on a CPU, which alone would break delta = 1e-5 over 100 000
+releases. A float64 Box-Muller draw (GPU) reaches sqrt(2 * 53 * ln 2) = 8.57, numpy's Ziggurat (CPU)
+about 12.2. `tail_delta` bounds what stopping at `SAMPLER_REACH` costs.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class InjectedRandomness:
 
     is_secret = False
 
-    def __init__(
-        self, uniform: Callable[[int], Tensor], normal: Callable[[int], Tensor]
-    ) -> None:
+    def __init__(self, uniform: Callable[[int], Tensor], normal: Callable[[int], Tensor]) -> None:
         self.uniform = uniform
         self.normal = normal
 
@@ -92,16 +90,16 @@ def _secret_generator(device: torch.device) -> torch.Generator | np.random.Gener
 def tail_delta(plan: Plan, noise_multiplier: float) -> float:
     """Bound the probability that the sampler's missing tail shows in any release of `plan`.
 
-    Noise truncated at T = `SAMPLER_REACH` has, up to a factor within 1e-6 of 1, the Gaussian's density
-    inside its box, so the likelihood ratio of two neighbours is the Gaussian's wherever both boxes
-    overlap. What remains is the probability of an outcome that only one neighbour can produce: a
-    coordinate that lands within its own shift s_i of the edge. It is added to delta as it is, without a
-    factor exp(epsilon).
+    Noise truncated at T = `SAMPLER_REACH` has, up to a factor within 1e-6 of 1, the Gaussian's
+    density inside its box, so the likelihood ratio of two neighbours is the Gaussian's wherever
+    both boxes overlap. What remains is the probability of an outcome that only one neighbour can
+    produce: a coordinate that lands within its own shift s_i of the edge. It is added to delta as
+    it is, without a factor exp(epsilon).
 
     With g(s) = P(T - s < Z < T) and shifts (in standard deviations) of Euclidean norm r =
     1 / noise_multiplier over d coordinates, shifts up to t add at most sqrt(d) * r * g(t) / t (g is
-    convex, Cauchy-Schwarz), the larger ones r**2 * max g(s) / s**2 over [t, r]; g(s) / s**2 falls, then
-    rises, so its maximum is at an end. The sum over both is minimised over t.
+    convex, Cauchy-Schwarz), the larger ones r**2 * max g(s) / s**2 over [t, r]; g(s) / s**2 falls,
+    then rises, so its maximum is at an end. The sum over both is minimised over t.
     """
     return sum(
         line.count * _tail_per_release(line.dimension, 1 / (noise_multiplier * line.noise_ratio))
@@ -119,4 +117,4 @@ def _tail_per_release(dimension: int, radius: float) -> float:
         small * edge(t) / t + radius**2 * max(edge(t) / t**2, largest)
         for t in np.geomspace(1e-3, 1, 31) * radius
     ]
-    return min(1.0, min(bounds))
+    return float(min([1.0, *bounds]))

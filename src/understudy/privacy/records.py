@@ -40,7 +40,7 @@ class Records(Sealed):
         max_per_unit: int | None,
         device: torch.device,
     ) -> Records:
-        """Take the given units of `data` into slots 0, 1, ..., at most `max_per_unit` records each."""
+        """Put the given units of `data` into slots, with at most `max_per_unit` records each."""
         slot_of = np.full(int(data.units.max()) + 1, -1)
         slot_of[units] = np.arange(len(units))
         slots = slot_of[data.units]
@@ -66,17 +66,19 @@ class Records(Sealed):
         """
         starts = self._starts
         units_at_once = max(1, min(ROW_BYTES // (4 * dimension), MOST_RECORDS))
-        for chunk in units.split(units_at_once):
+        for chunk in torch.split(units, units_at_once):
             counts = starts[chunk + 1] - starts[chunk]
             owner = torch.repeat_interleave(counts)  # position of each record's unit in the chunk
+            if len(owner) == 0:  # no unit, or only empty slots: nothing to add
+                continue
             first = torch.cumsum(counts, 0) - counts
-            records = starts[chunk][owner] + torch.arange(len(owner), device=owner.device)
-            records = records - first[owner]
-            if len(owner) == len(chunk) and bool((counts == 1).all()):
+            position = torch.arange(len(owner), device=owner.device) - first[owner]
+            records = starts[chunk][owner] + position
+            if bool((counts == 1).all()):
                 yield self._contributions(records, contribution)
                 continue
             rows = torch.zeros(len(chunk), dimension, device=units.device)
-            for some in torch.arange(len(owner)).split(units_at_once) if len(owner) else ():
+            for some in torch.split(torch.arange(len(owner)), units_at_once):
                 rows.index_add_(0, owner[some], self._contributions(records[some], contribution))
             yield rows
 

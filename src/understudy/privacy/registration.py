@@ -1,7 +1,7 @@
 """Registration: a data set enters the ledger once, and what is public about it is fixed there.
 
-A keyed digest of the records recognises a registered set whatever its path, and tells a changed one from
-it. The digest never leaves the ledger.
+A keyed digest of the records recognises a registered set whatever its path, and tells a changed one
+from it. The digest never leaves the ledger.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from understudy.data.images import LabelledImages
-from understudy.errors import BudgetRefused, DataChanged, InvalidData, InvalidSettings, RelationMixed
+from understudy.errors import (
+    BudgetRefused,
+    DataChanged,
+    InvalidData,
+    InvalidSettings,
+    RelationMixed,
+)
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import RELATION, PublicFacts
 
@@ -104,6 +110,11 @@ def find(ledger: Ledger, data: LabelledImages, *, name: str | None = None) -> Re
     return None
 
 
+def all_registered(ledger: Ledger) -> list[Registration]:
+    """Return every registered data set, oldest first."""
+    return [_from_row(row) for row in ledger.data_sets()]
+
+
 def register(ledger: Ledger, data: LabelledImages, terms: RegistrationTerms) -> Registration:
     """Register a new data set, or a new version of one; return an existing registration unchanged.
 
@@ -114,17 +125,22 @@ def register(ledger: Ledger, data: LabelledImages, terms: RegistrationTerms) -> 
     if not is_replacement and (existing := find(ledger, data, name=terms.name)):
         _check_same_terms(existing, terms)
         return existing
+    return _insert(ledger, data, terms, declared_facts(data, terms))
+
+
+def declared_facts(data: LabelledImages, terms: RegistrationTerms) -> PublicFacts:
+    """Return what would become public if `data` were registered under `terms`."""
     _check_terms(terms)
     total = int(data.units.max()) + 1
     held = round(terms.hold_out * total)
     if total - held < 1:
         raise InvalidData(
-            f"the set has {total} units and {held} would be held out, expected at least one to learn "
-            "from; lower --hold-out"
+            f"the set has {total} units and {held} would be held out, expected at least one to "
+            "learn from; lower --hold-out"
         )
     channels = data.shape[0]
     public = data.normalisation
-    facts = PublicFacts(
+    return PublicFacts(
         units=total - held,
         class_names=data.class_names,
         shape=data.shape,
@@ -133,7 +149,6 @@ def register(ledger: Ledger, data: LabelledImages, terms: RegistrationTerms) -> 
         unit=data.unit,
         max_per_unit=terms.max_per_unit,
     )
-    return _insert(ledger, data, terms, facts)
 
 
 def _insert(
@@ -147,7 +162,7 @@ def _insert(
             parent = execute(query, (terms.new_version_of,)).fetchone()
             if parent is None:
                 raise InvalidSettings(
-                    f"no data set is registered as '{terms.new_version_of}'; see `understudy ledger`"
+                    f"no data set is called '{terms.new_version_of}'; see `understudy ledger`"
                 )
         lifetime = parent["lifetime_epsilon"] if parent else terms.lifetime_epsilon
         taken = {row[0] for row in execute("SELECT name FROM data_sets")}
@@ -155,10 +170,19 @@ def _insert(
             "INSERT INTO data_sets (name, budget, digest, source, facts, relation, delta,"
             " lifetime_epsilon, is_public_benchmark, hold_out, secret, registered)"
             " VALUES (?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
-            (_free_name(terms.name or data.name, taken), digest, data.source)
-            + (json.dumps(facts.to_json()), RELATION, parent["delta"] if parent else None, lifetime)
-            + (int(terms.public_benchmark or data.is_public_benchmark), terms.hold_out)
-            + (secrets.token_bytes(32), time.time()),
+            (
+                _free_name(terms.name or data.name, taken),
+                digest,
+                data.source,
+                json.dumps(facts.to_json()),
+                RELATION,
+                parent["delta"] if parent else None,
+                lifetime,
+                int(terms.public_benchmark or data.is_public_benchmark),
+                terms.hold_out,
+                secrets.token_bytes(32),
+                time.time(),
+            ),
         ).fetchone()
         budget = parent["budget"] if parent else row["id"]
         execute("UPDATE data_sets SET budget = ? WHERE id = ?", (budget, row["id"]))
@@ -173,11 +197,13 @@ def fix_delta(ledger: Ledger, registration: Registration, delta: float) -> None:
             "UPDATE data_sets SET delta = ? WHERE budget = ? AND delta IS NULL",
             (delta, registration.budget),
         )
-        fixed = execute("SELECT delta FROM data_sets WHERE id = ?", (registration.id,)).fetchone()[0]
+        fixed = execute("SELECT delta FROM data_sets WHERE id = ?", (registration.id,)).fetchone()[
+            0
+        ]
     if fixed != delta:
         raise RelationMixed(
-            f"'{registration.name}' is accounted at delta {fixed:g}, but this run asks for {delta:g}; "
-            f"one data set has one delta: pass --delta {fixed:g}"
+            f"'{registration.name}' is accounted at delta {fixed:g}, but this run asks for "
+            f"{delta:g}; one data set has one delta: pass --delta {fixed:g}"
         )
 
 

@@ -31,8 +31,8 @@ class Access:
     def sample_units(self) -> Tensor:
         """Choose each unit independently with probability `sampling_rate`; possibly none.
 
-        The uniform draw is a multiple of 2**-53, so the true rate exceeds the charged one by less than
-        2**-53.
+        The uniform draw is a multiple of 2**-53, so the true rate exceeds the charged one by less
+        than 2**-53.
         """
         draws = self.randomness.uniform(self.units)
         if self.sampling_rate == 1:

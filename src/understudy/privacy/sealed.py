@@ -1,7 +1,7 @@
 """The shape of private state: an object that gives nothing away by the usual ways of asking.
 
-Records are sealed, and whatever is fitted on records without noise (the members of an ensemble) will
-be. Only the functions in `releases/` reach inside, and a test holds them to it.
+Records are sealed, and whatever is fitted on records without noise (the members of an ensemble)
+will be. Only the functions in `releases/` reach inside, and a test holds them to it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ class Sealed:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: sealed>"
+
+    def __bool__(self) -> bool:
+        return True  # without this, truth would ask for the length
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise PrivateAccess(

@@ -1,4 +1,4 @@
-"""The vault: where registered records live. It answers nothing by itself; `open` gives a curator."""
+"""The vault: where registered records live. It answers nothing itself; `open` gives a curator."""
 
 from __future__ import annotations
 
@@ -42,16 +42,14 @@ class Vault(Sealed):
         total = int(data.units.max()) + 1
         if total < facts.units or data.shape != facts.shape:
             raise DataChanged(
-                f"the data set has {total} units of shape {data.shape}, but '{registration.name}' is "
-                f"registered with {facts.units} of {facts.shape}; register it as a new version"
+                f"the data set has {total} units of shape {data.shape}, but '{registration.name}' "
+                f"is registered with {facts.units} of {facts.shape}; register it as a new version"
             )
         learn, held_out = registration.split_units(total)
         self._records = Records.from_units(
             data, learn, max_per_unit=facts.max_per_unit, device=self._device
         )
-        self._held_out = Records.from_units(
-            data, held_out, max_per_unit=None, device=self._device
-        )
+        self._held_out = Records.from_units(data, held_out, max_per_unit=None, device=self._device)
 
     def __repr__(self) -> str:
         facts = self.facts
@@ -97,7 +95,7 @@ class Vault(Sealed):
         calibration = self._resume(run_id, plan, budget, ledger)
         if calibration is None:
             calibration = calibrate(plan, budget, cache=home() / "calibrations")
-            self._reserve(run_id, plan, budget, ledger, calibration, method)
+            self._reserve(run_id, ledger, plan, budget, calibration=calibration, method=method)
         return Curator(
             self._records,
             randomness or SecretRandomness(self._device),
@@ -111,9 +109,10 @@ class Vault(Sealed):
     def _reserve(
         self,
         run_id: str,
+        ledger: Ledger,
         plan: Plan,
         budget: Budget,
-        ledger: Ledger,
+        *,
         calibration: Calibration,
         method: str,
     ) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 def crop_scale_rotate(images: Tensor, generator: torch.Generator) -> Tensor:
     """Apply one of three changes to each image, by nearest-neighbour resampling.
 
-    Crop shifts by up to a seventh of the side (4 of 28 px), scale stretches each side by 0.8 to 1.2,
-    rotate turns by up to 45 degrees. What comes in from outside has the image's mean value.
+    Crop shifts by up to a seventh of the side (4 of 28 px), scale stretches each side by 0.8 to
+    1.2, rotate turns by up to 45 degrees. What comes in from outside has the image's mean value.
     """
     count = len(images)
 

@@ -53,7 +53,7 @@ def fit(
             if len(images) > sgd.batch
             else torch.arange(len(images), device=images.device)
         )
-        for chosen in order.split(sgd.batch):
+        for chosen in torch.split(order, sgd.batch):
             batch = images[chosen] if augment is None else augment(images[chosen], generator)
             step = gradient(params, batch, labels[chosen])
             if sgd.weight_decay:

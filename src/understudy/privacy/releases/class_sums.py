@@ -32,8 +32,8 @@ def class_sums(access: Access, features: FeatureMap) -> Tensor:
     Privacy:
         Reads: the records of a Poisson sample of units, or of all units at rate 1.
         Bound: a record puts its features into the row of its class (negatives clamped to zero where
-            non-negativity is declared); a unit's records are summed, and the whole (classes, dimension)
-            matrix is scaled to a Frobenius norm of at most the declared bound.
+            non-negativity is declared); a unit's records are summed, and the whole (classes,
+            dimension) matrix is scaled to a Frobenius norm of at most the declared bound.
         Sensitivity: the declared bound, when one unit is replaced by an empty one.
         Dominating pair: as for `gradient`; at rate 1, N(0, z^2) against N(1, z^2).
         Charges: one (Poisson-sampled) Gaussian.

@@ -12,15 +12,16 @@ def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) ->
 
     Privacy:
         Reads: the records of a Poisson sample of units.
-        Bound: the gradients of a unit's records are summed over all parameters into one vector, which is
+        Bound: the gradients of a unit's records are summed over all parameters into one vector,
+        which is
             scaled to an L2 norm of at most `clip_norm`.
         Sensitivity: `clip_norm`, when one unit is replaced by an empty one.
         Dominating pair: N(0, z^2) against (1 - q) N(0, z^2) + q N(1, z^2), both orders.
         Charges: one Poisson-sampled Gaussian of rate q and noise multiplier z.
         The division is by q * N0, a public number, after the noise.
     Edge cases:
-        Empty batch: noise. Unit with a gradient that is not finite: contributes zero. Zero gradient:
-        contributes zero. Infinite clip norm: refused.
+        Empty batch: noise. Unit with a gradient that is not finite: contributes zero. Zero
+        gradient: contributes zero. Infinite clip norm: refused.
     """
     dimension = sum(tensor.numel() for tensor in params.values())
     total = noisy_bounded_sum(

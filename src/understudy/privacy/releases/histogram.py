@@ -14,7 +14,8 @@ def histogram(access: Access) -> Tensor:
 
     Privacy:
         Reads: the labels of a Poisson sample of units, or of all units at rate 1.
-        Bound: a unit's label counts, scaled to an L2 norm of at most 1. A unit that is one record counts
+        Bound: a unit's label counts, scaled to an L2 norm of at most 1. A unit that is one record
+        counts
             1; a unit of several records weighs no more than one record does.
         Sensitivity: 1, when one unit is replaced by an empty one.
         Dominating pair and charge: as for `class_sums`.

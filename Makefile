@@ -1,0 +1,36 @@
+# Everything here sets itself up: `make demo` and `make test` need only Python 3.11+, pip and make.
+PYTHON ?= python3
+BIN := .venv/bin
+SHELL := /bin/bash
+.ONESHELL:
+.SHELLFLAGS := -eu -o pipefail -c
+
+.PHONY: demo test check setup clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "understudy needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+demo: setup
+	run=runs/digits-psg-eps10; n=1
+	while [ -e "$$run" ] || [ -e "$$run.partial" ]; do n=$$((n + 1)); run=runs/digits-psg-eps10-$$n; done
+	$(BIN)/understudy generate digits --method psg --epsilon 10 --out "$$run" --ledger runs/ledger.sqlite
+	$(BIN)/understudy evaluate "$$run"
+	$(BIN)/understudy verify "$$run" --ledger
+	echo "See $$run/release/contact_sheet.png and $$run/release/certificate.json"
+
+test: check
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: setup
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

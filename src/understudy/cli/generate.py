@@ -1,0 +1,104 @@
+"""`understudy generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from understudy.cli.output import OutputOptions, make_output
+from understudy.cli.settings import given, settings_class
+from understudy.pipeline import load_data, synthesize
+from understudy.privacy.registration import RegistrationTerms
+
+DEFAULT_METHOD = "psg"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Options of a run."""
+
+    method: str = DEFAULT_METHOD
+    """Method of generation; see `understudy methods`."""
+    epsilon: float = 10.0
+    """Privacy budget of the run; `inf` adds no noise and gives no guarantee."""
+    delta: float = 1e-5
+    """Probability outside the guarantee; below 1/N0."""
+    accountant: Literal["pld", "renyi"] = "pld"
+    """Privacy-loss distributions (less noise), or Rényi as the papers did."""
+    preset: str = "auto"
+    """Named settings of the method."""
+    out: Path | None = None
+    """Directory of the run; by default runs/DATA-METHOD-epsEPSILON."""
+    resume: bool = False
+    """Go on with an unfinished run: the same command plus this flag."""
+    seed: int = 0
+    """Seed of public randomness. Batches and noise are secret and do not follow it."""
+    unit: str = "record"
+    """Unit of privacy: `record`, or the array of the .npz file that names each image's unit."""
+    classes: int | None = None
+    """Number of classes, if not the largest label plus one."""
+    allow_large_delta: bool = False
+    """Accept delta >= 1/N0; the certificate will say so."""
+    ledger: Path | None = None
+    """The ledger, if not the user's own."""
+    config: Path | None = None
+    """TOML file with any of these options; flags on the command line win."""
+
+
+def build(method: str) -> Callable[..., None]:
+    """Return the command with the settings of `method` as flags."""
+    settings_type = settings_class(method)
+
+    def generate(
+        data: str,
+        *,
+        options: Annotated[GenerateOptions | None, Parameter(name="*")] = None,
+        terms: Annotated[RegistrationTerms | None, Parameter(name="*")] = None,
+        output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
+        settings: Any = None,
+    ) -> None:
+        """Make a synthetic set from private data.
+
+        Parameters
+        ----------
+        data
+            Name of a built-in set (digits), or path of an .npz file with `images` and `labels`.
+        """
+        options = options or GenerateOptions()
+        out = make_output(output)
+        result = synthesize(
+            load_data(data, unit=options.unit, classes=options.classes),
+            out=options.out,
+            ledger=options.ledger,
+            resume=options.resume,
+            terms=terms,
+            progress=out,
+            method=options.method,
+            epsilon=options.epsilon,
+            delta=options.delta,
+            accountant=options.accountant,
+            preset=options.preset,
+            settings=given(settings),
+            seed=options.seed,
+            allow_large_delta=options.allow_large_delta,
+        )
+        certificate = result.certificate
+        guarantee = (
+            f"epsilon {certificate.epsilon:.4f} at delta {certificate.delta:g}"
+            if certificate.has_guarantee
+            else "WITHOUT any guarantee"
+        )
+        out.result(
+            f"{len(result.labels)} synthetic images, {guarantee}: {result.directory}/release",
+            directory=str(result.directory),
+            images=len(result.labels),
+            epsilon=certificate.epsilon,
+            delta=certificate.delta,
+        )
+
+    generate.__annotations__["settings"] = Annotated[settings_type | None, Parameter(name="*")]
+    return generate

@@ -1,0 +1,96 @@
+"""Entry point of `understudy`. Imports nothing heavy: commands are loaded when used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+from cyclopts.config import Toml
+
+from understudy import __version__
+from understudy.errors import InvalidSettings, UnderstudyError
+
+HELP = """Make a synthetic stand-in for a private labelled image set, with a certified
+differential-privacy guarantee.
+
+Start with: understudy generate digits --epsilon 10
+"""
+
+COMMANDS = {
+    "generate": "Make a synthetic set from private data.",
+    "evaluate": "Train networks on a synthetic set and test them on real images.",
+    "plan": "Show noise, releases and cost of a run before spending anything.",
+    "verify": "Check a released set against its certificate.",
+    "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
+    "ledger": "Show what was spent on each data set.",
+    "methods": "List the methods, or the settings of one.",
+}
+WITH_METHOD_SETTINGS = ("generate", "plan")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        build_app(tokens)(tokens, exit_on_error=False, print_error=False)
+    except (UnderstudyError, CycloptsError) as error:
+        sys.exit(_report(tokens, error))
+    except KeyboardInterrupt:
+        sys.exit(_report(tokens, UnderstudyError("stopped at once; see --resume"), 130))
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def build_app(tokens: Sequence[str]) -> App:
+    """Build the parser; the flags of `generate` and `plan` depend on `--method` in `tokens`."""
+    command = tokens[0] if tokens else ""
+    config = _option(tokens, "--config")
+    app = App(
+        name="understudy",
+        help=HELP,
+        version=__version__,
+        config=Toml(config, must_exist=True, use_commands_as_keys=False) if config else None,
+    )
+    for name, explain in COMMANDS.items():
+        if name == command and name in WITH_METHOD_SETTINGS:
+            module = importlib.import_module(f"understudy.cli.{name}")
+            method = _option(tokens, "--method") or module.DEFAULT_METHOD
+            app.command(module.build(method), name=name, help=explain)
+        else:
+            app.command(f"understudy.cli.{name}:command", name=name, help=explain)
+    return app
+
+
+def _option(tokens: Sequence[str], name: str) -> str | None:
+    """Find the value of an option that decides how the others are parsed."""
+    for position, token in enumerate(tokens):
+        if token.startswith(f"{name}="):
+            return token.partition("=")[2]
+        if token == name:
+            if position + 1 == len(tokens):
+                raise InvalidSettings(f"{name} needs a value")
+            return tokens[position + 1]
+    return None
+
+
+def _report(tokens: Sequence[str], error: Exception, exit_code: int | None = None) -> int:
+    """Print an error on one line; return the exit code."""
+    code = exit_code or (error.exit_code if isinstance(error, UnderstudyError) else 2)
+    message = " ".join(str(error).split())
+    if "--json" in tokens:
+        print(json.dumps({"event": "error", "message": message, "exit_code": code}), flush=True)
+    print(f"understudy: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a person or a machine sees: a live bar and tables, nothing, or JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from understudy.progress import Progress
+
+JSON_SECONDS = 1.0
+SPENT_SECONDS = 2.0
+"""Epsilon spent so far is asked for at most this often: computing it takes a moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """How to report."""
+
+    quiet: bool = False
+    """Print only the result."""
+    json: bool = False
+    """Print JSON lines for machines."""
+
+
+class Output(Progress):
+    """Report to a person: lines on the console, and a bar with time left and epsilon spent."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Print one line of narration."""
+        self.console.print(text, style="dim", markup=False)
+
+    def result(self, text: str, **_: Any) -> None:
+        """Print one line of the result."""
+        self.console.print(text, markup=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table."""
+        table = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    def steps(self, steps: range, *, spent: Callable[[], float] | None = None) -> Iterator[int]:
+        """Draw a bar over `steps`."""
+        columns = [
+            BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("{task.fields[spent]}"),
+        ]  # fmt: skip
+        with Bar(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task("", total=steps.stop, completed=steps.start, spent="")
+            asked = 0.0
+            for step in steps:
+                yield step
+                if spent and (time.monotonic() - asked > SPENT_SECONDS or step == steps[-1]):
+                    asked = time.monotonic()
+                    bar.update(task, spent=f"epsilon spent {spent():.3g}")
+                bar.update(task, completed=step + 1)
+
+
+class QuietOutput(Output):
+    """Print results only."""
+
+    def say(self, text: str) -> None:
+        """Say nothing."""
+
+    def steps(self, steps: range, *, spent: Callable[[], float] | None = None) -> Iterator[int]:
+        """Draw nothing."""
+        yield from steps
+
+
+class JsonOutput(Output):
+    """Print one JSON object per line."""
+
+    def _print(self, event: str, **fields: Any) -> None:
+        def clean(value: Any) -> Any:
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        line = {"event": event} | {key: clean(value) for key, value in fields.items()}
+        print(json.dumps(line), flush=True, file=sys.stdout)
+
+    def say(self, text: str) -> None:
+        """Print a line of narration."""
+        self._print("message", text=text)
+
+    def result(self, text: str, **fields: Any) -> None:
+        """Print the fields of the result."""
+        self._print("result", **(fields or {"text": text}))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a row as an object."""
+        for row in rows:
+            self._print("row", table=title, **dict(zip(columns, row, strict=True)))
+
+    def steps(self, steps: range, *, spent: Callable[[], float] | None = None) -> Iterator[int]:
+        """Print progress about once a second."""
+        started = printed = time.monotonic()
+        for step in steps:
+            yield step
+            now, done = time.monotonic(), step + 1 - steps.start
+            if now - printed >= JSON_SECONDS or step == steps[-1]:
+                printed = now
+                left = (now - started) / done * (len(steps) - done)
+                fields = {"done": step + 1, "total": steps.stop, "seconds_left": round(left, 1)}
+                self._print("progress", **fields, epsilon_spent=spent() if spent else None)
+
+
+def make_output(options: OutputOptions | None) -> Output:
+    """Choose how to report."""
+    if options and options.json:
+        return JsonOutput()
+    return QuietOutput() if options and options.quiet else Output()

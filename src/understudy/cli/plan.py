@@ -1,0 +1,118 @@
+"""`understudy plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from understudy.cli.output import OutputOptions, make_output
+from understudy.cli.settings import given, settings_class
+from understudy.errors import InvalidSettings
+from understudy.files import home
+from understudy.methods import load_method
+from understudy.methods.method import configure
+from understudy.privacy.accounting import calibrate
+from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
+from understudy.privacy.randomness import tail_delta
+
+DEFAULT_METHOD = "psg"
+NAMES: dict[Accountant, str] = {"pld": "PLD", "renyi": "Rényi"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Public facts and budget."""
+
+    records: int
+    """Number of units (N0)."""
+    method: str = DEFAULT_METHOD
+    """Method of generation."""
+    epsilon: float = 10.0
+    """Privacy budget."""
+    delta: float = 1e-5
+    """Probability outside the guarantee."""
+    steps: int | None = None
+    """Number of releases, if not the method's own."""
+    classes: int = 10
+    """Number of classes."""
+    shape: tuple[int, int, int] = (1, 28, 28)
+    """Channels, height and width."""
+    preset: str = "auto"
+    """Named settings of the method."""
+    allow_large_delta: bool = False
+    """Accept delta >= 1/N0."""
+    config: Path | None = None
+    """TOML file with any of these options; flags on the command line win."""
+
+
+def build(method: str) -> Callable[..., None]:
+    """Return the command with the settings of `method` as flags."""
+    settings_type = settings_class(method)
+
+    def plan(
+        *,
+        options: Annotated[PlanOptions, Parameter(name="*")],
+        output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
+        settings: Any = None,
+    ) -> None:
+        """Show noise, releases and cost of a run before spending anything."""
+        budget = Budget(epsilon=options.epsilon, delta=options.delta)
+        budget.check_delta(options.records, allow_large=options.allow_large_delta)
+        planned = _plan(options, given(settings))
+        out = make_output(output)
+        out.table(
+            "Releases",
+            ("release", "kind", "count", "sampling rate", "coordinates"),
+            [
+                (r.name, r.kind, f"{r.count}", f"{r.sampling_rate:.6g}", f"{r.dimension}")
+                for r in planned
+            ],
+        )
+        rows = [_row(planned, budget, accountant) for accountant in NAMES]
+        columns = ("accountant", "noise multiplier", "epsilon", "delta accounted",
+                   "delta for the sampler's tail", "bound on that tail")  # fmt: skip
+        out.table(f"Noise for epsilon {options.epsilon:g}, delta {options.delta:g}", columns, rows)
+
+    plan.__annotations__["settings"] = Annotated[settings_type | None, Parameter(name="*")]
+    return plan
+
+
+def _plan(options: PlanOptions, settings: dict[str, Any]) -> Plan:
+    channels = options.shape[0]
+    facts = PublicFacts(
+        units=options.records,
+        class_names=tuple(str(n) for n in range(options.classes)),
+        shape=options.shape,
+        mean=(0.5,) * channels,
+        std=(0.5,) * channels,
+    )
+    method = load_method(options.method)
+    configured = configure(method, facts, options.epsilon, preset=options.preset, settings=settings)
+    planned = method(configured.config, facts, seed=0).plan()
+    if options.steps is None:
+        return planned
+    if len(planned.releases) != 1:
+        raise InvalidSettings("--steps needs a method with one kind of release; leave it out")
+    return Plan((dataclasses.replace(planned.releases[0], count=options.steps),))
+
+
+def _row(planned: Plan, budget: Budget, accountant: Literal["pld", "renyi"]) -> tuple[str, ...]:
+    found = calibrate(
+        planned,
+        dataclasses.replace(budget, accountant=accountant),
+        cache=home() / "calibrations",
+    )
+    tail = tail_delta(planned, found.noise_multiplier) if found.noise_multiplier else 0.0
+    return (
+        NAMES[accountant],
+        f"{found.noise_multiplier:.4f}",
+        f"{found.epsilon:.4f}",
+        f"{found.delta_accounted:.4g}",
+        f"{found.delta_tail:.3g}",
+        f"{tail:.3g}",
+    )

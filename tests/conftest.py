@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "e2e")]
+# One scratch home per test process: calibrations are cached there, the user's own stays untouched.
+os.environ["UNDERSTUDY_HOME"] = tempfile.mkdtemp(prefix="understudy-tests-")
+os.environ.pop("UNDERSTUDY_LEDGER", None)
+torch.set_num_threads(1)
+
+from understudy.privacy.ledger import Ledger  # noqa: E402
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    book = Ledger(tmp_path / "ledger.sqlite")
+    yield book
+    book.close()

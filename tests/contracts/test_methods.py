@@ -1,0 +1,160 @@
+"""What every method must keep, whatever it does. A new method is a new row."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from door import LOOSE, a_vault, some_images
+
+from understudy.errors import BudgetRefused, Interrupted
+from understudy.methods import METHODS, load_method
+from understudy.methods.method import configure
+from understudy.privacy.curator import Pace
+from understudy.privacy.plan import Budget
+from understudy.privacy.randomness import InjectedRandomness
+from understudy.progress import Progress
+
+TINY = {"psg": {"rounds": 2, "outer": 2, "batches": 2, "inner": 2, "images_per_class": 2}}
+
+
+def injected() -> InjectedRandomness:
+    source = torch.Generator().manual_seed(7)
+    return InjectedRandomness(
+        uniform=lambda n: torch.rand(n, generator=source, dtype=torch.float64),
+        normal=lambda n: torch.randn(n, generator=source, dtype=torch.float64),
+    )
+
+
+class World:
+    def __init__(self, name, ledger, folder, **data):
+        self.vault = a_vault(ledger, some_images(60, **data))
+        self.configured = configure(load_method(name), self.vault.facts, 10, settings=TINY[name])
+        self.name, self.ledger, self.folder = name, ledger, folder
+
+    def method(self, seed=0):
+        return load_method(self.name)(self.configured.config, self.vault.facts, seed=seed)
+
+    def open(self, run_id, **options):
+        return self.vault.open(
+            self.method().plan(),
+            options.pop("budget", LOOSE),
+            self.ledger,
+            workspace=self.folder / run_id,
+            run_id=run_id,
+            allow_large_delta=True,
+            **options,
+        )
+
+
+def test_every_method_has_a_row_here():
+    assert set(TINY) == set(METHODS)
+
+
+@pytest.fixture(params=METHODS)
+def world(request, ledger, tmp_path):
+    return World(request.param, ledger, tmp_path)
+
+
+def test_makes_a_valid_set_with_exactly_the_planned_releases(world):
+    curator = world.open("run")
+    made = world.method().run(curator, Progress())
+    assert made.images.dtype == torch.float32
+    assert made.labels.dtype == torch.int64
+    assert made.images.shape[1:] == world.vault.facts.shape
+    assert made.images.min() >= 0
+    assert made.images.max() <= 1
+    assert set(made.labels.tolist()) <= set(range(3))
+    planned = {line.name: line.count for line in curator.plan}
+    assert curator.made() == planned
+    committed = [block.releases for block in world.ledger.blocks("run")]
+    assert sum(sum(r.values()) for r in committed) == sum(planned.values())
+    assert curator.calibration.epsilon <= LOOSE.epsilon
+
+
+def test_is_deterministic_when_its_draws_are_injected(world):
+    sets = [
+        world.method().run(world.open(name, randomness=injected()), Progress()).images
+        for name in ("a", "b")
+    ]
+    assert torch.equal(*sets)
+
+
+def test_the_seed_decides_neither_batches_nor_noise(world):
+    """The same public seed, and torch's and numpy's global seeds, twice: other results."""
+    sets = []
+    for name in ("a", "b"):
+        torch.manual_seed(0)
+        sets.append(world.method(seed=5).run(world.open(name), Progress()).images)
+    assert not torch.equal(*sets)
+
+
+def test_resumes_where_it_stopped(world):
+    """Stopped after every checkpoint and resumed, it ends with the plan exactly used up."""
+    for _ in range(100):
+        stops = iter([False, True])
+        pace = Pace(seconds=0.0, should_stop=lambda stops=stops: next(stops, True))
+        curator = world.open("run", pace=pace)
+        try:
+            made = world.method().run(curator, Progress())
+            break
+        except Interrupted:
+            continue
+    assert curator.made() == {line.name: line.count for line in curator.plan}
+    assert made.images.shape[1:] == world.vault.facts.shape
+
+
+def test_resuming_changes_nothing_but_fresh_draws(world):
+    """With the same draws, a run cut in two gives the same set as one in a piece."""
+    whole = world.method().run(world.open("whole", randomness=injected()), Progress()).images
+    draws = injected()
+    stops = iter([False, False, True])
+    pace = Pace(seconds=0.0, should_stop=lambda: next(stops, False))
+    with pytest.raises(Interrupted):
+        world.method().run(world.open("cut", randomness=draws, pace=pace), Progress())
+    resumed = world.method().run(world.open("cut", randomness=draws), Progress()).images
+    assert torch.allclose(whole, resumed, atol=1e-6)
+
+
+def test_refuses_an_exhausted_budget(world, ledger, tmp_path):
+    poor = a_vault(ledger, some_images(61, name="poor"), lifetime_epsilon=1.0)
+    with pytest.raises(BudgetRefused):
+        poor.open(
+            world.method().plan(), LOOSE, ledger, workspace=tmp_path / "p", run_id="p",
+            allow_large_delta=True,
+        )  # fmt: skip
+
+
+def test_runs_without_noise(world):
+    curator = world.open("inf", budget=Budget(epsilon=float("inf"), delta=1e-5))
+    world.method().run(curator, Progress())
+    assert not curator.has_guarantee
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"classes": 2},
+        {"classes": 20, "shape": (1, 12, 12)},
+        {"shape": (3, 16, 12)},
+        {"units": [n // 3 for n in range(60)], "unit": "patient"},
+    ],
+    ids=["two classes", "twenty classes", "colour, not square", "groups"],
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_takes_any_size_classes_and_units(name, data, ledger, tmp_path):
+    world = World(name, ledger, tmp_path, **data)
+    made = world.method().run(world.open("run"), Progress())
+    assert made.images.shape[1:] == world.vault.facts.shape
+    assert len(made.class_names) == world.vault.facts.classes
+
+
+def test_configuration_is_frozen_explained_and_survives_json(world):
+    config = world.configured.config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rounds = 3
+    assert all(field.metadata["help"] for field in dataclasses.fields(config))
+    assert type(config)(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert world.configured.tuned_on

@@ -1,0 +1,167 @@
+"""Killed at any moment: nothing lost, nothing counted twice, nothing uncommitted on disk."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import killed_run
+import pytest
+
+import understudy
+from understudy.privacy.ledger import Ledger
+
+KILLS = 20
+
+
+def log_of(folder: Path) -> list[dict]:
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "log.jsonl":
+            found[path] = path.read_bytes()
+    return found
+
+
+def committed(folder: Path) -> tuple[int, int | None]:
+    """Return (releases committed, number of the block that is started but not done)."""
+    if not (folder / "ledger.sqlite").exists():
+        return 0, None
+    ledger = Ledger(folder / "ledger.sqlite")
+    runs = ledger.charged_runs(1)
+    assert len(runs) <= 1
+    blocks = ledger.blocks(runs[0]["id"]) if runs else []
+    ledger.close()
+    pending = [b.number for b in blocks if b.state == "started"]
+    assert len(pending) <= 1
+    return sum(sum(b.releases.values()) for b in blocks), (pending or [None])[0]
+
+
+def assert_nothing_uncommitted(folder: Path, attempt: int) -> None:
+    """After a kill, states beyond the last commit are in no file but the pending result itself."""
+    done, pending = committed(folder)
+    states = [e for e in log_of(folder) if e["what"] == "state" and e["attempt"] == attempt]
+    beyond = [bytes.fromhex(e["bytes"]) for e in states if e["step"] > done]
+    result = f"{pending:06d}.block" if pending is not None else None
+    for path, content in files_of(folder).items():
+        if path.name != result and not path.name.startswith(".tmp-"):
+            assert not any(state in content for state in beyond), path
+
+
+def test_twenty_kills_and_resumes(tmp_path, monkeypatch):
+    # The fork server imports the package once, so that kills fall into work, not into imports.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed_run"])
+    generator = random.Random(time.time_ns())
+    kills = attempt = 0
+    while True:
+        process = context.Process(target=killed_run.run, args=(str(tmp_path), attempt))
+        process.start()
+        if kills < KILLS:
+            process.join(generator.uniform(0.05, 1.5) if attempt else generator.uniform(3, 6))
+        else:
+            process.join(120)
+        if process.exitcode is not None:
+            assert process.exitcode == 0
+            break
+        process.kill()
+        process.join()
+        kills += 1
+        if (tmp_path / "log.jsonl").exists():
+            assert_nothing_uncommitted(tmp_path, attempt)
+        assert not (tmp_path / "run").exists() or (tmp_path / "run" / "release").is_dir()
+        attempt += 1
+    assert kills == KILLS, "the run finished before it was killed often enough"
+
+    log = log_of(tmp_path)
+    check_noise_and_states(log, files_of(tmp_path))
+    assert committed(tmp_path) == (killed_run.STEPS, None)
+    found = understudy.verify(tmp_path / "run", ledger=True)
+    (release,) = found.certificate.content["releases"]
+    assert release["made"] == release["count"] == killed_run.STEPS
+    assert not list(tmp_path.rglob(".tmp-*"))
+    assert not (tmp_path / "run.partial").exists()
+
+
+def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> None:
+    """Committed noise never repeats; states of abandoned attempts are in no file."""
+    all_noise = [e["bytes"] for e in log if e["what"] == "noise"]
+    assert len(set(all_noise)) == len(all_noise)
+    starts = {e["attempt"]: e["step"] for e in log if e["what"] == "restored"}
+    attempts = sorted(starts)
+    ends = {a: starts[b] for a, b in zip(attempts, attempts[1:], strict=False)}
+    ends[attempts[-1]] = killed_run.STEPS
+    committed_noise, abandoned = [], []
+    for attempt in attempts:
+        count = ends[attempt] - starts[attempt]
+        assert count >= 0
+        noise = [e["bytes"] for e in log if e["what"] == "noise" and e["attempt"] == attempt]
+        committed_noise += noise[:count]
+        states = [e for e in log if e["what"] == "state" and e["attempt"] == attempt]
+        abandoned += [bytes.fromhex(e["bytes"]) for e in states if e["step"] > ends[attempt]]
+    assert len(committed_noise) == len(set(committed_noise)) == killed_run.STEPS
+    assert abandoned, "no kill fell inside a block"
+    for path, content in files.items():
+        assert not any(state in content for state in abandoned), path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_at_a_committed_block(tmp_path, number):
+    arguments = [
+        sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
+        "--out", str(tmp_path / "run"), "--ledger", str(tmp_path / "ledger.sqlite"), "--json",
+        "--rounds", "100", "--outer", "2", "--batches", "2", "--width", "8", "--inner", "2",
+    ]  # fmt: skip
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line)["event"] == "progress":
+            break
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "--resume" in errors
+    done, pending = committed(tmp_path)
+    assert 0 < done < 400
+    assert pending is None
+    assert not (tmp_path / "run").exists()
+    finished = subprocess.run(
+        [*arguments, "--resume"], capture_output=True, text=True, timeout=300, check=True
+    )
+    events = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert any(f"resuming after {done}" in e.get("text", "") for e in events)
+    assert committed(tmp_path)[0] == 400
+    again = subprocess.run([*arguments, "--resume"], capture_output=True, text=True, check=True)
+    assert "finished already" in again.stdout
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path):
+    common = [
+        sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
+        "--out", str(tmp_path / "run"), "--ledger", str(tmp_path / "ledger.sqlite"), "--json",
+        "--outer", "2", "--batches", "2", "--width", "8", "--inner", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen([*common, "--rounds", "500"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line)["event"] == "progress":
+            break
+    busy = subprocess.run([*common, "--rounds", "500", "--resume"], capture_output=True, text=True)
+    assert busy.returncode == 2
+    assert "another process" in busy.stderr
+    process.kill()
+    process.communicate()
+    other = subprocess.run([*common, "--rounds", "501", "--resume"], capture_output=True, text=True)
+    assert other.returncode == 2
+    assert "other settings" in other.stderr

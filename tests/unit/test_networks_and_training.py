@@ -1,0 +1,196 @@
+"""The ConvNet against its torch twin, training, augmentation, evaluation, pictures."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from understudy.errors import InvalidData
+from understudy.evaluation.downstream import Protocol, downstream_accuracy
+from understudy.nets.convnet import ConvNet
+from understudy.nets.params import parameter_count
+from understudy.privacy.disclosure import RealImages
+from understudy.privacy.plan import PublicFacts
+from understudy.progress import Progress
+from understudy.seeds import public_generator
+from understudy.synthetic import SyntheticSet
+from understudy.training.augmentation import crop_scale_rotate
+from understudy.training.sgd import SGD, fit, mean_loss
+
+
+def twin(width: int) -> nn.Sequential:
+    """The paper's ConvNet for 1 x 28 x 28, written with torch modules."""
+    layers: list[nn.Module] = []
+    for channels, padding in ((1, 3), (width, 1), (width, 1)):
+        layers += [
+            nn.Conv2d(channels, width, 3, padding=padding),
+            nn.GroupNorm(width, width),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+        ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(width * 16, 10))
+
+
+def test_convnet_is_the_papers():
+    network, module = ConvNet((1, 28, 28), 10, width=8), twin(8)
+    params = network.init(torch.Generator().manual_seed(0))
+    module.load_state_dict(dict(zip(module.state_dict(), params.values(), strict=True)))
+    images = torch.randn(5, 1, 28, 28)
+    assert torch.allclose(network(params, images), module(images), atol=1e-5)
+    full = ConvNet((1, 28, 28), 10).init(torch.Generator())
+    assert parameter_count(full) == sum(p.numel() for p in twin(128).parameters()) == 317_706
+
+
+def test_initialisation_follows_torchs_default():
+    params = ConvNet((1, 28, 28), 10).init(torch.Generator().manual_seed(0))
+    for name, module in zip(
+        ("conv0", "conv1", "linear"), (twin(128)[0], twin(128)[4], twin(128)[-1]), strict=True
+    ):
+        for part in ("weight", "bias"):
+            ours, torchs = params[f"{name}.{part}"], getattr(module, part)
+            assert ours.shape == torchs.shape
+            assert ours.abs().max() <= 1 / np.sqrt(module.weight[0].numel())
+            if ours.numel() > 100:
+                assert ours.std().item() == pytest.approx(torchs.std().item(), rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "depth"),
+    [((1, 8, 8), 1), ((1, 16, 16), 2), ((1, 28, 28), 3), ((3, 32, 32), 3), ((3, 64, 64), 4),
+     ((3, 28, 40), 3), ((1, 4, 4), 1), ((1, 20, 13), 2)],
+)  # fmt: skip
+@pytest.mark.parametrize("classes", [2, 100])
+def test_depth_follows_the_size(shape, depth, classes):
+    network = ConvNet(shape, classes, width=4)
+    assert network.depth == depth
+    params = network.init(torch.Generator())
+    assert network(params, torch.randn(3, *shape)).shape == (3, classes)
+
+
+def test_fit_equals_torchs_sgd():
+    network, module = ConvNet((1, 28, 28), 10, width=4), twin(4)
+    params = network.init(torch.Generator().manual_seed(0))
+    module.load_state_dict(dict(zip(module.state_dict(), params.values(), strict=True)))
+    images, labels = torch.randn(20, 1, 28, 28), torch.arange(20) % 10
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.StepLR(optimiser, 3, 0.1)
+    for _ in range(6):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(module(images), labels).backward()
+        optimiser.step()
+        schedule.step()
+    sgd = SGD(lr=0.1, epochs=6, momentum=0.9, weight_decay=5e-4, drop_at=3)
+    trained = fit(network, params, images, labels, sgd=sgd, generator=torch.Generator())
+    for ours, torchs in zip(trained.values(), module.parameters(), strict=True):
+        assert torch.allclose(ours, torchs, atol=1e-4)
+
+
+def test_fit_uses_every_image_once_per_epoch():
+    """With more images than a batch, an epoch is a shuffled pass over all of them."""
+    seen = []
+
+    class Counting(ConvNet):
+        def __call__(self, params, images):
+            seen.append(len(images))
+            return super().__call__(params, images)
+
+    network = Counting((1, 8, 8), 2, width=2)
+    images, labels = torch.randn(500, 1, 8, 8), torch.arange(500) % 2
+    params = network.init(torch.Generator())
+    sgd = SGD(lr=0.1, epochs=3)
+    trained = fit(network, params, images, labels, sgd=sgd, generator=torch.Generator())
+    assert seen == [256, 244] * 3
+    before, after = (mean_loss(network, p, images, labels) for p in (params, trained))
+    assert after < before
+
+
+def test_augmentation_moves_images_and_keeps_their_range():
+    images = torch.rand(200, 1, 28, 28)
+    changed = crop_scale_rotate(images, torch.Generator().manual_seed(0))
+    assert changed.shape == images.shape
+    assert (changed != images).flatten(1).any(1).float().mean() > 0.95
+    assert changed.min() >= images.min() - 1e-5
+    assert changed.max() <= images.max() + 1e-5
+    flat = torch.full((5, 3, 8, 8), 0.25)
+    assert torch.allclose(crop_scale_rotate(flat, torch.Generator()), flat, atol=1e-6)
+
+
+def stripes(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two classes that any network can tell apart: horizontal and vertical stripes."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 2
+    bars = (torch.arange(8) % 2).float()
+    patterns = torch.stack([bars[None].expand(8, 8), bars[:, None].expand(8, 8)])
+    noise = 0.2 * torch.rand(count, 1, 8, 8, generator=generator)
+    return (0.8 * patterns[labels][:, None] + noise), labels
+
+
+FACTS = PublicFacts(units=100, class_names=("a", "b"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
+
+
+def test_downstream_accuracy_tells_good_sets_from_bad():
+    real = RealImages(*stripes(200, seed=1), "stripes")
+    protocol = Protocol(networks=2, epochs=40, width=8)
+    images, labels = stripes(20, seed=2)
+    results = {
+        name: downstream_accuracy(
+            SyntheticSet(images, given, ("a", "b")), real, FACTS,
+            protocol=protocol, progress=Progress(),
+        )
+        for name, given in (("good", labels), ("swapped", 1 - labels))
+    }  # fmt: skip
+    assert results["good"].mean > 0.9
+    assert results["swapped"].mean < 0.1
+    assert len(results["good"].accuracies) == 2
+
+
+def test_evaluation_refuses_a_test_set_that_does_not_fit():
+    synthetic = SyntheticSet(*stripes(20, seed=2), ("a", "b"))
+    wrong_shape = RealImages(torch.zeros(4, 1, 9, 9), torch.zeros(4, dtype=torch.long), "x")
+    wrong_label = RealImages(torch.zeros(4, 1, 8, 8), torch.full((4,), 2), "x")
+    for real in (wrong_shape, wrong_label):
+        with pytest.raises(InvalidData):
+            downstream_accuracy(
+                synthetic, real, FACTS, protocol=Protocol(epochs=1), progress=Progress()
+            )
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_set_survives_its_file_and_its_picture(tmp_path, channels):
+    images = torch.rand(6, channels, 8, 8)
+    made = SyntheticSet(images, torch.tensor([0, 0, 0, 0, 1, 1]), ("cat", "two words"))
+    path = tmp_path / "set.safetensors"
+    path.write_bytes(made.to_bytes())
+    back = SyntheticSet.load(path)
+    assert torch.equal(back.images, images)
+    assert back.class_names == ("cat", "two words")
+    picture = Image.open(io.BytesIO(made.contact_sheet(per_class=3)))
+    assert picture.size == (3 * 60, 2 * 60)
+    assert picture.mode == ("L" if channels == 1 else "RGB")
+    corner = np.asarray(picture.convert("L"))[5, 5] / 255
+    shade = images[0, :, 0, 0].numpy() @ ([1] if channels == 1 else [0.299, 0.587, 0.114])
+    assert corner == pytest.approx(float(shade), abs=0.01)
+
+
+def test_a_garbled_set_is_refused(tmp_path):
+    path = tmp_path / "set.safetensors"
+    for content in (b"", b"x" * 100):
+        path.write_bytes(content)
+        with pytest.raises(InvalidData):
+            SyntheticSet.load(path)
+    with pytest.raises(InvalidData):
+        SyntheticSet(torch.zeros(3, 8, 8), torch.zeros(3), ("a",))
+
+
+def test_public_generators_depend_on_seed_and_purpose():
+    draws = {
+        key: torch.rand(3, generator=public_generator(*key)).tolist()
+        for key in ((0, "a"), (1, "a"), (0, "b"), (0, "a", 1))
+    }
+    assert len({tuple(d) for d in draws.values()}) == 4
+    assert draws[0, "a"] == torch.rand(3, generator=public_generator(0, "a")).tolist()
