@@ -92,7 +92,7 @@ def without(data: LabelledImages, unit: int) -> LabelledImages:
 
 def a_vault(ledger: Ledger, data: LabelledImages | None = None, **terms: Any) -> Vault:
     data = data or some_images()
-    return Vault(data, register(ledger, data, RegistrationTerms(**terms)))
+    return Vault(data, register(ledger, data, RegistrationTerms(**terms)), ledger)
 
 
 counter = itertools.count()

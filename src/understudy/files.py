@@ -83,9 +83,11 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def make_directory(path: Path, *, mode: int = 0o755) -> None:
-    """Create `path` and its parents durably."""
+    """Create `path`, and the parents it lacks, with `mode`."""
     with storage_errors(path):
-        path.mkdir(parents=True, exist_ok=True, mode=mode)
+        for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
+            missing.mkdir(mode=mode)
+            missing.chmod(mode)
         path.chmod(mode)
         sync_directory(path.parent)
 

@@ -147,7 +147,7 @@ def synthesize(
     with _opened(ledger) as book:
         registered = _registered(book, records, terms or RegistrationTerms(), asked, report)
         job = _Job(
-            vault=Vault(records, registered),
+            vault=Vault(records, registered, book),
             ledger=book,
             directory=directory,
             asked=asked,
@@ -166,9 +166,7 @@ def _registered(
 ) -> Registration:
     """Find the data set in the ledger, or register it, but only for a run that can be planned."""
     known = len(ledger.data_sets())
-    is_replacement = terms.new_version_of is not None or terms.unrelated
-    if is_replacement or registrations.find(ledger, data, name=terms.name) is None:
-        _planned(asked, registrations.declared_facts(data, terms))
+    _planned(asked, registrations.declared_facts(data, terms))
     registered = registrations.register(ledger, data, terms)
     if len(ledger.data_sets()) > known:
         facts = registered.facts
@@ -357,7 +355,7 @@ def evaluate(
     result = load_result(directory)
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
     with _opened(ledger or _ledger_of(directory)) as book:
-        real = _real_images(run, test, book)
+        real = _real_images(run, test, facts, book)
         accuracy = downstream_accuracy(
             result.synthetic,
             real,
@@ -370,22 +368,26 @@ def evaluate(
     return accuracy
 
 
-def _real_images(run: RunDirectory, test: Data | None, ledger: Ledger) -> RealImages:
+def _real_images(
+    run: RunDirectory, test: Data | None, facts: PublicFacts, ledger: Ledger
+) -> RealImages:
     purpose = f"evaluate {run.path.name}"
     if test is not None:
-        data = test if isinstance(test, LabelledImages) else load_data(test)
-        return disclose_test_set(data.test or data, ledger, data_set=None, purpose=purpose)
+        given = test if isinstance(test, LabelledImages) else load_data(test)
+        known = registrations.find_exactly(ledger, given)
+        number = known.id if known else None
+        return disclose_test_set(given.test or given, ledger, data_set=number, purpose=purpose)
     settings = run.settings()
     if not settings["source"]:
         raise InvalidData("the run was made from arrays in memory; pass a test set with --test")
-    data = load_data(settings["source"], unit=settings["unit"])
-    registered = registrations.find(ledger, data)
+    data = load_data(settings["source"], unit=settings["unit"], classes=facts.class_names)
+    registered = registrations.find(ledger, data, name=settings["data_set"])
     if data.test is not None:
         data_set = registered.id if registered else None
         return disclose_test_set(data.test, ledger, data_set=data_set, purpose=purpose)
     if registered is None:
         raise InvalidData(f"{settings['source']} is not registered in {ledger.path}")
-    return disclose_hold_out(Vault(data, registered), ledger, purpose=purpose)
+    return disclose_hold_out(Vault(data, registered, ledger), ledger, purpose=purpose)
 
 
 def _release(directory: str | Path) -> Path:

@@ -312,6 +312,27 @@ def test_a_changed_data_set_is_refused(folder, capsys):
     assert code == 0, err
 
 
+def test_a_run_on_declared_classes_evaluates_on_its_hold_out(folder, capsys):
+    path = npz(folder)
+    shared = [path, "--classes", "4", "--hold-out", "0.2", "--out", "run"]
+    assert call("generate", *shared, *TINY, capsys=capsys)[0] == 0
+    code, out, err = call("evaluate", "run", "--epochs", "2", "--width", "4", capsys=capsys)
+    assert code == 0, err
+    assert "hold-out of scans" in out
+
+
+def test_a_new_version_can_be_resumed(folder, capsys, monkeypatch):
+    path = npz(folder)
+    assert call("register", path, capsys=capsys)[0] == 0
+    npz(folder, labels=np.zeros(60, int) + 1)
+    command = ["generate", path, "--new-version-of", "scans", "--out", "run", *TINY]
+    with monkeypatch.context() as patch:
+        fill_disk(patch, after=3)
+        assert call(*command, capsys=capsys)[0] == 2
+    code, _, err = call(*command, "--resume", capsys=capsys)
+    assert code == 0, err
+
+
 def test_verify_says_what_is_wrong(folder, capsys):
     assert call("generate", "digits", "--out", "run", *TINY, capsys=capsys)[0] == 0
     card = folder / "run" / "release" / "README.md"

@@ -121,7 +121,7 @@ def test_a_signal_stops_at_a_committed_block(tmp_path, number):
     arguments = [
         sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
         "--out", str(tmp_path / "run"), "--ledger", str(tmp_path / "ledger.sqlite"), "--json",
-        "--rounds", "100", "--outer", "2", "--batches", "2", "--width", "8", "--inner", "2",
+        "--rounds", "60", "--outer", "2", "--batches", "2", "--width", "8", "--inner", "2",
     ]  # fmt: skip
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -133,7 +133,7 @@ def test_a_signal_stops_at_a_committed_block(tmp_path, number):
     assert process.returncode == 128 + number
     assert "--resume" in errors
     done, pending = committed(tmp_path)
-    assert 0 < done < 400
+    assert 0 < done < 240
     assert pending is None
     assert not (tmp_path / "run").exists()
     finished = subprocess.run(
@@ -141,7 +141,7 @@ def test_a_signal_stops_at_a_committed_block(tmp_path, number):
     )
     events = [json.loads(line) for line in finished.stdout.splitlines()]
     assert any(f"resuming after {done}" in e.get("text", "") for e in events)
-    assert committed(tmp_path)[0] == 400
+    assert committed(tmp_path)[0] == 240
     again = subprocess.run([*arguments, "--resume"], capture_output=True, text=True, check=True)
     assert "finished already" in again.stdout
 

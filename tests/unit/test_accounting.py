@@ -139,14 +139,28 @@ def test_tail_bound_covers_the_worst_shift_found_by_search():
 
 def test_float32_noise_would_break_delta(monkeypatch):
     plan = plan_of(100_000, 256 / 60_000, dimension=317_706)
-    assert tail_delta(plan, 0.932) < 1e-8
+    assert tail_delta(plan, 0.932) < 1e-12
     monkeypatch.setattr(randomness, "SAMPLER_REACH", 5.77)
     assert tail_delta(plan, 0.932) > 1e-5
 
 
 def test_a_tail_that_takes_too_much_of_delta_is_refused():
     with pytest.raises(InvalidSettings, match="tail"):
-        calibrate(plan_of(1, dimension=10**6), Budget(epsilon=200, delta=1e-12))
+        calibrate(plan_of(1, dimension=10**6), Budget(epsilon=400, delta=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "accountant"),
+    [(1e-4, "pld"), (1e-4, "renyi"), (0.002, "renyi"), (0.05, "pld"), (50, "renyi")],
+)
+def test_extreme_budgets_are_met_or_refused(epsilon, accountant):
+    plan, budget = plan_of(10, 0.1), Budget(epsilon=epsilon, delta=1e-5, accountant=accountant)
+    try:
+        found = calibrate(plan, budget)
+    except InvalidSettings:
+        assert epsilon < 0.01
+    else:
+        assert 0 <= found.epsilon <= epsilon
 
 
 def test_filter_admits_exactly_what_converts_to_its_budget():

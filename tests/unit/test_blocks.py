@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from door import a_vault, linear_loss, linear_params, open_curator, some_images
+from door import LOOSE, a_vault, linear_loss, linear_params, open_curator, some_images
 
 from understudy.errors import Interrupted, LedgerError, PlanExhausted, PlanViolation
 from understudy.privacy import blocks as blocks_module
 from understudy.privacy.curator import Pace
+from understudy.privacy.plan import Plan, PlannedRelease
 from understudy.privacy.releases.class_sums import FeatureMap
 
 ALWAYS = Pace(seconds=0.0)
@@ -181,7 +182,8 @@ def test_a_one_shot_answer_is_committed_before_it_is_seen_and_replayed(ledger, t
     def opened():
         return open_curator(ledger, tmp_path, vault=vault, run_id="h", kind="histogram", count=2)
 
-    first, second = (lambda c: (c.histogram(), c.histogram()))(opened())
+    curator = opened()
+    first, second = curator.histogram(), curator.histogram()
     assert not torch.equal(first, second)
     assert [b.state for b in ledger.blocks("h")] == ["done", "done"]
     curator = opened()
@@ -217,9 +219,36 @@ def test_a_stop_commits_and_says_how_to_go_on(resume):
 
 def test_a_method_cannot_end_on_uncommitted_releases(resume):
     curator = resume(NEVER)
-    work(curator, 1)
+    curator.gradient(linear_loss, linear_params(), clip_norm=0.5)
     with pytest.raises(PlanViolation, match="uncommitted"):
         curator.made()
+    curator.checkpoint(1, {"x": torch.zeros(1)})
+    assert curator.made() == {"gradient": 1}
+
+
+def test_a_one_shot_release_commits_what_was_offered_before_it(ledger, tmp_path):
+    vault = a_vault(ledger)
+    lines = (
+        PlannedRelease(name="gradient", kind="gradient", count=2, dimension=195),
+        PlannedRelease(name="histogram", kind="histogram", count=1, dimension=3),
+    )
+
+    def opened():
+        return vault.open(
+            Plan(lines), LOOSE, ledger, workspace=tmp_path / "m", run_id="m", pace=NEVER,
+            allow_large_delta=True,
+        )  # fmt: skip
+
+    curator = opened()
+    work(curator, 1)
+    counts = curator.histogram()
+    assert curator.released == 2
+    resumed = opened()
+    assert resumed.restore()[0] == 1
+    assert torch.equal(resumed.histogram(), counts)
+    resumed.gradient(linear_loss, linear_params(), clip_norm=0.5)
+    with pytest.raises(PlanViolation, match="call checkpoint"):
+        resumed.made()
 
 
 def test_epsilon_spent_counts_committed_releases_only(ledger, tmp_path):

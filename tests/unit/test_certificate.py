@@ -14,7 +14,7 @@ from understudy.errors import VerificationFailed
 from understudy.files import canonical_json
 from understudy.privacy.ledger import Ledger
 
-SETTINGS = {"rounds": 1, "outer": 2, "batches": 2, "inner": 1}
+SETTINGS = {"rounds": 1, "outer": 2, "batches": 2, "inner": 1, "batch": 64}
 
 
 @pytest.fixture(scope="module")

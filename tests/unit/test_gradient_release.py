@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from understudy.errors import PlanViolation
 from understudy.nets.convnet import ConvNet
 from understudy.privacy import records
-from understudy.privacy.gradients import split_like
+from understudy.privacy.bounded import clipped_sum, noisy_bounded_sum
+from understudy.privacy.gradients import gradient_rows, split_like
 from understudy.privacy.releases.gradient import gradient
 
 UNITS_OF_SEVERAL = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 4, 5]
@@ -163,10 +164,43 @@ def test_emptying_a_unit_moves_the_sum_by_at_most_the_clip_norm(seed, unit, scal
 
 def test_bound_holds_after_float32_rounding():
     rows = torch.randn(64, 30_000) * torch.logspace(-3, 6, 64)[:, None]
-    from understudy.privacy.bounded import clipped_sum
-
     for row in rows:
         assert clipped_sum(row[None], 0.1).norm() <= 0.1
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 1e4, 3e38])
+def test_bound_holds_for_huge_and_half_precision_rows(kind, size):
+    rows = (torch.randn(4, 10_000).clamp(-1, 1) * size).to(kind)
+    for row in rows:
+        for bound in (3e-5, 0.1):
+            assert clipped_sum(row[None], bound).norm() <= bound
+
+
+def test_answers_lie_on_a_public_grid():
+    """The last bits of an answer must not depend on the sum: all are multiples of one step."""
+    data, params = some_images(12), linear_params()
+    generator = torch.Generator().manual_seed(0)
+    for clip_norm in (0.1, 3.7):
+        access = access_to(data, noise_multiplier=0.93)
+        access.randomness.normal = lambda n: torch.randn(
+            n, generator=generator, dtype=torch.float64
+        )
+        total = noisy_bounded_sum(
+            access, gradient_rows(linear_loss, params), dimension=195, bound=clip_norm
+        )
+        step = 2.0 ** (math.floor(math.log2(0.93 * clip_norm)) - 20)
+        assert torch.equal(total / step, torch.round(total / step))
+        assert step < 1e-6 * 0.93 * clip_norm
+
+
+def test_scalar_parameters_are_allowed():
+    def loss(p, image, label):
+        return p["scale"] * linear_loss(p, image, label)
+
+    params = linear_params() | {"scale": torch.tensor(1.5)}
+    released = gradient(access_to(some_images(12)), loss, params, clip_norm=0.1)
+    assert released["scale"].shape == ()
 
 
 def test_batch_norm_is_refused():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from door import LOOSE, a_vault, linear_loss, linear_params, open_curator, some_images
+from door import LOOSE, a_vault, access_to, linear_loss, linear_params, open_curator, some_images
 
 from understudy.errors import (
     AttemptsExhausted,
@@ -118,6 +118,84 @@ def test_a_new_version_shares_the_budget_and_an_unrelated_set_does_not(ledger, t
     open_curator(ledger, tmp_path, vault=a_vault(ledger, third, unrelated=True))
 
 
+def test_identical_records_never_get_a_second_budget(ledger, tmp_path):
+    """Whatever is declared: the digest is looked up first."""
+    data = some_images(name="scans", source="/scans.npz")
+    first = register(ledger, data, RegistrationTerms(lifetime_epsilon=14.0, hold_out=0.2))
+    for terms in (
+        {"unrelated": True},
+        {"new_version_of": "scans"},
+        {"unrelated": True, "public_benchmark": True},
+    ):
+        assert register(ledger, data, RegistrationTerms(**terms)) == first
+    assert len(ledger.data_sets()) == 1
+    relabelled = some_images(name="other", classes=5)
+    with pytest.raises(DataChanged, match="--new-version-of scans"):
+        register(ledger, relabelled, RegistrationTerms())
+
+
+def test_a_new_version_cannot_loosen_terms(ledger, tmp_path):
+    old, new = (some_images(seed=n, name="scans") for n in (1, 2))
+    register(ledger, old, RegistrationTerms(lifetime_epsilon=5.0))
+    version = {"new_version_of": "scans"}
+    with pytest.raises(BudgetRefused, match="share"):
+        register(ledger, new, RegistrationTerms(lifetime_epsilon=50.0, **version))
+    with pytest.raises(RelationMixed, match="one budget has one unit"):
+        register(ledger, new, RegistrationTerms(max_per_unit=2, **version))
+    patients = some_images(seed=3, name="scans", units=np.arange(40) // 2, unit="patient")
+    with pytest.raises(RelationMixed, match="one budget has one unit"):
+        register(ledger, patients, RegistrationTerms(**version))
+    found = register(ledger, new, RegistrationTerms(public_benchmark=True, **version))
+    assert found.has_limit
+    assert found.lineage == "version of scans"
+
+
+def test_a_vault_takes_only_the_registered_records(ledger):
+    registered = register(ledger, some_images(seed=1), RegistrationTerms())
+    with pytest.raises(DataChanged, match="not the records"):
+        Vault(some_images(seed=2), registered, ledger)
+
+
+def test_a_refused_or_cancelled_run_fixes_no_delta(ledger, tmp_path):
+    vault = a_vault(ledger, lifetime_epsilon=1.0)
+    with pytest.raises(BudgetRefused):
+        open_curator(ledger, tmp_path, vault=vault, budget=Budget(epsilon=9, delta=1e-3))
+    small = Budget(epsilon=0.2, delta=1e-4)
+    open_curator(ledger, tmp_path, vault=vault, budget=small, run_id="cancelled")
+    ledger.cancel("cancelled")
+    open_curator(ledger, tmp_path, vault=vault, budget=Budget(epsilon=0.2, delta=1e-5))
+
+
+def test_injected_randomness_is_charged_as_no_guarantee(ledger, tmp_path):
+    data = some_images()
+    vault, fake = a_vault(ledger, data), access_to(data).randomness
+    curator = open_curator(ledger, tmp_path, vault=vault, run_id="r", randomness=fake)
+    assert ledger.run("r")["epsilon"] is None
+    assert not curator.has_guarantee
+    with pytest.raises(InvalidSettings):
+        open_curator(ledger, tmp_path, vault=vault, run_id="r")
+    limited = a_vault(ledger, some_images(seed=9, name="l"), lifetime_epsilon=100.0)
+    with pytest.raises(BudgetRefused):
+        open_curator(ledger, tmp_path, vault=limited, randomness=fake)
+
+
+def create(path: str, barrier) -> None:
+    barrier.wait()
+    Ledger(Path(path)).close()
+
+
+def test_processes_may_race_to_create_the_ledger(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    paths = [str(tmp_path / "ledger.sqlite")] * 3
+    racers = [context.Process(target=create, args=(path, barrier)) for path in paths]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+        assert racer.exitcode == 0
+
+
 def test_one_delta_per_data_set(ledger, tmp_path):
     vault = a_vault(ledger)
     open_curator(ledger, tmp_path, vault=vault)
@@ -181,7 +259,7 @@ def test_hold_out_is_secret_by_unit_and_for_good(ledger, tmp_path):
         for n in range(3)
     ]
     assert any(not np.array_equal(other.split_units(20)[1], held) for other in others)
-    real = disclose_hold_out(Vault(data, registered), ledger, purpose="look")
+    real = disclose_hold_out(Vault(data, registered, ledger), ledger, purpose="look")
     expected = data.images[np.isin(data.units, held)]
     assert np.allclose(np.sort(real.images.sum((1, 2, 3))), np.sort(expected.sum((1, 2, 3)) / 255))
     assert [d["purpose"] for d in ledger.disclosures(registered.id)] == ["look"]

@@ -134,13 +134,13 @@ def _class_names(labels: NDArray[Any], classes: int | Sequence[str] | None) -> t
     if classes is None:
         whole = np.issubdtype(labels.dtype, np.integer)
         classes = int(labels.max(initial=0)) + 1 if whole else 2
-    names = [str(n) for n in range(classes)] if isinstance(classes, int) else list(classes)
-    if not 2 <= len(names) <= MAX_CLASSES:
+    count = classes if isinstance(classes, int) else len(classes)
+    if not 2 <= count <= MAX_CLASSES:
         raise InvalidData(
-            f"the set has {len(names)} classes, expected 2 to {MAX_CLASSES}; "
+            f"the set has {count} classes, expected 2 to {MAX_CLASSES}; "
             "merge classes or name them with --classes"
         )
-    return tuple(names)
+    return tuple(str(n) for n in (range(classes) if isinstance(classes, int) else classes))
 
 
 def _check_labels(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:

@@ -35,10 +35,11 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 
 LIBRARY = f"dp-accounting {version('dp-accounting')}"
 EPSILON_TOLERANCE = 1e-3
-TAIL_SHARES = (1e-3, 1e-2, 1e-1)
+TAIL_SHARES = (1e-6, 1e-3, 1e-1)
 """Shares of delta tried for the sampler's tail, smallest first."""
 FILTER_TAIL_SHARE = 0.1
 """Share of a data set's delta that the tails of all its runs together may take."""
+LARGEST_LOG_MULTIPLIER = 14.0
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
@@ -129,51 +130,62 @@ def calibrate(plan: Plan, budget: Budget, *, cache: Path | None = None) -> Calib
 def _calibrated_multiplier(
     plan: Plan, budget: Budget, delta: float, cache: Path | None
 ) -> tuple[float, float]:
-    """Return (noise multiplier, epsilon) with target - 1e-3 <= epsilon <= target."""
-
-    def is_met(epsilon: float) -> bool:
-        return budget.epsilon - EPSILON_TOLERANCE <= epsilon <= budget.epsilon
-
+    """Return (noise multiplier, epsilon), epsilon at most the target and within 1e-3 of it."""
     question = [plan.to_json(), budget.epsilon, delta, budget.accountant, LIBRARY]
     entry = (
-        cache / f"{hashlib.sha256(canonical_json(question)).hexdigest()[:32]}.json"
-        if cache
-        else None
+        cache / f"{hashlib.sha256(canonical_json(question)).hexdigest()}.json" if cache else None
     )
     if entry and (cached := _read_cached(entry)):
         epsilon = epsilon_of(plan, cached, delta, budget.accountant)
-        if is_met(epsilon):
+        if budget.epsilon - EPSILON_TOLERANCE <= epsilon <= budget.epsilon:
             return cached, epsilon
     multiplier = _search(plan, budget, delta)
-    epsilon = epsilon_of(plan, multiplier, delta, budget.accountant)
-    while not is_met(epsilon):  # a last step in the flat or steep part of the curve
-        multiplier *= 1 + (epsilon - budget.epsilon + EPSILON_TOLERANCE / 2) * 1e-2
-        epsilon = epsilon_of(plan, multiplier, delta, budget.accountant)
-    if entry:
-        _write_cached(entry, multiplier)
-    return multiplier, epsilon
+    for nudge in (
+        0.0,
+        1e-9,
+        1e-6,
+        1e-3,
+        1e-2,
+        1e-1,
+    ):  # the root may lie a rounding on the wrong side
+        epsilon = epsilon_of(plan, multiplier * (1 + nudge), delta, budget.accountant)
+        if epsilon <= budget.epsilon:
+            if entry:
+                _write_cached(entry, multiplier * (1 + nudge))
+            return multiplier * (1 + nudge), epsilon
+    raise _cannot_calibrate(budget)
 
 
 def _search(plan: Plan, budget: Budget, delta: float) -> float:
+    """Return a noise multiplier at or just above the one that spends epsilon exactly."""
     event = _event(plan, 1.0)
     if budget.accountant == "pld" and isinstance(event, dp_accounting.GaussianDpEvent):
         sigma = dp_accounting.get_sigma_gaussian(budget.epsilon, delta)
-        return float(sigma / event.noise_multiplier) * (1 + 1e-9)
+        return float(sigma / event.noise_multiplier)
+    aim = budget.epsilon - min(EPSILON_TOLERANCE, budget.epsilon / 100) / 2
 
     def excess(log_multiplier: float, accountant: Accountant) -> float:
-        epsilon = epsilon_of(plan, math.exp(log_multiplier), delta, accountant)
-        return epsilon - budget.epsilon + EPSILON_TOLERANCE / 2
+        return epsilon_of(plan, math.exp(log_multiplier), delta, accountant) - aim
 
     def root(low: float, high: float, accountant: Accountant) -> float:
         while excess(low, accountant) < 0:
             low, high = low - 0.5, low
         while excess(high, accountant) > 0:
             low, high = high, high + 0.5
+            if high > LARGEST_LOG_MULTIPLIER:
+                raise _cannot_calibrate(budget)
         return float(brentq(excess, low, high, args=(accountant,), xtol=1e-6, rtol=1e-9))
 
     renyi = root(-1.0, 1.0, "renyi")
     # PLD never needs more noise than Rényi, and rarely a fifth less: a narrow bracket is cheap.
     return math.exp(renyi if budget.accountant == "renyi" else root(renyi - 0.2, renyi, "pld"))
+
+
+def _cannot_calibrate(budget: Budget) -> InvalidSettings:
+    return InvalidSettings(
+        f"no noise level was found for epsilon {budget.epsilon:g} with the {budget.accountant} "
+        "accountant; raise epsilon or plan fewer releases"
+    )
 
 
 def _read_cached(entry: Path) -> float | None:

@@ -81,6 +81,7 @@ def issue(
         "data_set": {
             "name": registration.name,
             "relation": registration.relation,
+            "lineage": registration.lineage,
             "public_facts": registration.facts.to_json(),
             "is_public_benchmark": registration.is_public_benchmark,
             "held_out_share": registration.hold_out,
@@ -149,8 +150,9 @@ def composed_total(ledger: Ledger, registration: Registration) -> dict[str, Any]
         epsilon, how = runs[0]["epsilon"], runs[0]["accountant"]
     else:
         plans = [(Plan.from_json(json.loads(r["plan"])), r["noise_multiplier"]) for r in runs]
-        total = composed_epsilon(plans, delta - sum(r["delta_tail"] for r in runs))
-        epsilon, how = (total if math.isfinite(total) else None), "renyi"
+        left = delta - sum(r["delta_tail"] for r in runs)
+        is_bounded = left > 0 and all(r["epsilon"] is not None for r in runs)
+        epsilon, how = composed_epsilon(plans, left) if is_bounded else None, "renyi"
     return {
         "runs": len(runs),
         "epsilon": epsilon,

@@ -46,8 +46,8 @@ class Curator(Sealed):
     """Answer the releases of one plan, each at most as often as planned."""
 
     __slots__ = (
-        "_answered", "_blocks", "_bounds", "_committed_at", "_pace", "_randomness", "_records",
-        "_spent", "calibration", "facts", "plan",
+        "_answered", "_blocks", "_bounds", "_committed_at", "_offered", "_pace", "_randomness",
+        "_records", "_spent", "calibration", "facts", "plan",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +65,7 @@ class Curator(Sealed):
         self._records, self._randomness = records, randomness
         self._blocks, self._pace = blocks, pace
         self._answered: Counter[str] = Counter()
+        self._offered: tuple[int, State] | None = None
         remembered = blocks.latest.notes["bounds"] if blocks.latest else {}
         self._bounds = {line.name: set(remembered.get(line.name, ())) for line in plan}
         self._spent: dict[tuple[int, ...], float] = {}
@@ -127,6 +128,7 @@ class Curator(Sealed):
                 "method's plan"
             )
         self._blocks.count(release)
+        self._offered = None
         self._bounds[release].add(bound)
         return Access(
             records=self._records,
@@ -141,11 +143,7 @@ class Curator(Sealed):
         """Make a one-shot release, committed before the method sees it, or replay it."""
         call = self._answered[release]
         if (committed := self._blocks.answers.get((release, call))) is None:
-            if self._blocks.is_open:
-                raise PlanViolation(
-                    f"release '{release}' was asked for with uncommitted work before it; "
-                    "call checkpoint first"
-                )
+            self._commit_offered()
             answer = compute()
             answered = self._answered + Counter({release: 1})
             notes = {"answered": answered, "bounds": self.bounds}
@@ -177,21 +175,33 @@ class Curator(Sealed):
         """
         should_stop = self._pace.should_stop()
         is_due = time.monotonic() - self._committed_at >= self._pace.seconds
-        if self._blocks.is_open and (should_stop or is_due or self.is_exhausted):
-            flat: dict[str, Tensor] = {}
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    flat[name] = value
-                else:
-                    flat |= {f"{name}/{key}": tensor for key, tensor in value.items()}
-            notes = {"answered": self._answered, "bounds": self.bounds}
-            self._blocks.commit("checkpoint", step, flat, notes)
-            self._committed_at = time.monotonic()
+        self._offered = (step, state)
+        if should_stop or is_due or self.is_exhausted:
+            self._commit_offered()
         if should_stop:
             raise Interrupted(
                 f"stopped after {self.released} of {self.plan.total} releases, all committed; "
                 "run the same command with --resume to continue"
             )
+
+    def _commit_offered(self) -> None:
+        """Commit the open block, if there is one, with the state that was offered after it."""
+        if not self._blocks.is_open:
+            return
+        if self._offered is None:
+            raise PlanViolation(
+                "a method went on, or ended, with uncommitted releases; call checkpoint after them"
+            )
+        step, state = self._offered
+        flat: dict[str, Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                flat[name] = value
+            else:
+                flat |= {f"{name}/{key}": tensor for key, tensor in value.items()}
+        notes = {"answered": self._answered, "bounds": self.bounds}
+        self._blocks.commit("checkpoint", step, flat, notes)
+        self._committed_at = time.monotonic()
 
     # What may be shown
 
@@ -207,8 +217,7 @@ class Curator(Sealed):
 
     def made(self) -> dict[str, int]:
         """Return the number of committed releases by name."""
-        if self._blocks.is_open:
-            raise PlanViolation("the method ended with uncommitted releases; call checkpoint")
+        self._commit_offered()
         return {line.name: self._blocks.committed[line.name] for line in self.plan}
 
     @property

@@ -23,7 +23,7 @@ def gradient_rows(loss: Loss, params: Params) -> Contribution:
 
     def rows(images: Tensor, labels: Tensor) -> Tensor:
         gradients = cast(Params, per_record(images, labels))
-        return torch.cat([gradients[name].flatten(1) for name in params], dim=1)
+        return torch.cat([gradients[name].reshape(len(images), -1) for name in params], dim=1)
 
     return rows
 

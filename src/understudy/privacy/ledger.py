@@ -24,7 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.errors import AttemptsExhausted, BudgetRefused, LedgerError, StorageError
+from understudy.errors import (
+    AttemptsExhausted,
+    BudgetRefused,
+    LedgerError,
+    RelationMixed,
+    StorageError,
+)
 from understudy.files import home, make_directory
 from understudy.privacy.plan import Plan
 
@@ -36,7 +42,8 @@ SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 CREATE TABLE data_sets (
   id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, budget INTEGER NOT NULL, digest BLOB NOT NULL,
-  source TEXT, facts TEXT NOT NULL, relation TEXT NOT NULL, delta REAL, lifetime_epsilon REAL,
+  pixels BLOB NOT NULL, source TEXT, facts TEXT NOT NULL, relation TEXT NOT NULL,
+  lineage TEXT NOT NULL, lifetime_epsilon REAL,
   is_public_benchmark INTEGER NOT NULL, hold_out REAL NOT NULL, secret BLOB NOT NULL,
   registered REAL NOT NULL) STRICT;
 CREATE TABLE runs (
@@ -96,8 +103,12 @@ class Limit:
                 "the data set has a lifetime budget, and a run without guarantee exceeds any; "
                 "give a finite epsilon"
             )
-        tail = spent["delta_tail"] + charge.delta_tail
-        if spent["divergence"] + charge.divergence > self.divergence or tail > self.delta_tail:
+        if spent["delta_tail"] + charge.delta_tail > self.delta_tail:
+            raise BudgetRefused(
+                "the noise samplers' tails of all runs on this data set would take over a tenth "
+                "of delta; this data set can take no further run"
+            )
+        if spent["divergence"] + charge.divergence > self.divergence:
             used, asked = (
                 100 * d / self.divergence for d in (spent["divergence"], charge.divergence)
             )
@@ -105,6 +116,18 @@ class Limit:
                 f"{used:.0f} % of the data set's lifetime budget is spent and this run needs "
                 f"{asked:.0f} % of it (Rényi filter); {remedy}"
             )
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Switch to write-ahead logging; a race for a new file answers «locked» without waiting."""
+    for attempt in range(100):
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or attempt == 99:
+                raise
+            time.sleep(0.1)
 
 
 class Ledger:
@@ -125,7 +148,7 @@ class Ledger:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
             connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
             connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA journal_mode = WAL")
+            _use_wal(connection)
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
             return connection
@@ -175,11 +198,12 @@ class Ledger:
         """Close the file."""
         self._connection.close()
 
-    def mac(self, *parts: bytes) -> bytes:
+    def mac(self, *parts: bytes | memoryview) -> bytes:
         """Return the authentication code of `parts` under the ledger's key."""
         code = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in parts:
-            code.update(len(part).to_bytes(8, "big") + part)
+            code.update(len(part).to_bytes(8, "big"))
+            code.update(part)
         return code.digest()
 
     # Runs
@@ -187,14 +211,20 @@ class Ledger:
     def reserve(self, run_id: str, data_set: int, charge: Charge, limit: Limit | None) -> None:
         """Charge a whole plan to the budget of `data_set`, or refuse if that passes `limit`."""
         with self.transaction() as execute:
+            spent = execute(
+                "SELECT total(divergence) AS divergence, total(delta_tail) AS delta_tail,"
+                " coalesce(sum(divergence IS NULL), 0) AS unbounded, min(runs.delta) AS delta"
+                " FROM runs JOIN data_sets ON data_sets.id = runs.data_set"
+                " WHERE state != 'cancelled'"
+                " AND budget = (SELECT budget FROM data_sets WHERE id = ?)",
+                (data_set,),
+            ).fetchone()
+            if spent["delta"] not in (None, charge.delta):
+                raise RelationMixed(
+                    f"this data set is accounted at delta {spent['delta']:g}, but this run asks "
+                    f"for {charge.delta:g}; one data set has one delta, so pass that one"
+                )
             if limit is not None:
-                spent = execute(
-                    "SELECT total(divergence) AS divergence, total(delta_tail) AS delta_tail,"
-                    " coalesce(sum(divergence IS NULL), 0) AS unbounded FROM runs"
-                    " JOIN data_sets ON data_sets.id = runs.data_set WHERE state != 'cancelled'"
-                    " AND budget = (SELECT budget FROM data_sets WHERE id = ?)",
-                    (data_set,),
-                ).fetchone()
                 limit.check(spent, charge)
             execute(
                 "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'reserved', NULL, ?)",

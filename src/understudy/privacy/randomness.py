@@ -1,13 +1,13 @@
 """Secret randomness: batches and noise, from generators of their own.
 
 Neither follows `--seed` nor torch's default generator, neither is ever written down, and both are
-seeded with 256 bits (64 on a GPU) from the operating system: torch's CPU generator would use only
-32 bits of a seed, few enough to try them all.
+keyed with 128 bits from the operating system: torch's CPU generator would use only 32 bits of a
+seed, few enough to try them all.
 
-Noise is drawn in float64. Samplers stop somewhere in the tail: a float32 Box-Muller draw never
-exceeds 5.77 standard deviations on a CPU, which alone would break delta = 1e-5 over 100 000
-releases. A float64 Box-Muller draw (GPU) reaches sqrt(2 * 53 * ln 2) = 8.57, numpy's Ziggurat (CPU)
-about 12.2. `tail_delta` bounds what stopping at `SAMPLER_REACH` costs.
+Noise is drawn in float64, by numpy's Ziggurat. Samplers stop somewhere in the tail: a float32
+Box-Muller draw never exceeds 5.77 standard deviations, which alone would break delta = 1e-5 over
+100 000 releases; numpy's Ziggurat goes to about 12.2, and is built from 53-bit uniforms that
+resolve its density to one part in 10^5 up to 10. `tail_delta` bounds what stopping there costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from understudy.privacy.plan import Plan
 from understudy.privacy.sealed import Sealed
 
-SAMPLER_REACH = math.sqrt(2 * 53 * math.log(2))
+SAMPLER_REACH = 10.0
 
 
 class Randomness(Protocol):
@@ -43,7 +43,7 @@ class Randomness(Protocol):
 
 
 class SecretRandomness(Sealed):
-    """Draw from generators seeded by the operating system; a new object has new seeds."""
+    """Draw from generators keyed by the operating system; a new object has new keys."""
 
     __slots__ = ("_device", "_noise", "_sampling")
 
@@ -51,24 +51,16 @@ class SecretRandomness(Sealed):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sampling = _secret_generator(device)
-        self._noise = _secret_generator(device)
+        self._sampling = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+        self._noise = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
 
     def uniform(self, count: int) -> Tensor:
         """Draw `count` numbers from [0, 1)."""
-        if isinstance(self._sampling, torch.Generator):
-            return torch.rand(
-                count, generator=self._sampling, device=self._device, dtype=torch.float64
-            )
-        return torch.from_numpy(self._sampling.random(count))
+        return torch.from_numpy(self._sampling.random(count)).to(self._device)
 
     def normal(self, count: int) -> Tensor:
         """Draw `count` standard normals."""
-        if isinstance(self._noise, torch.Generator):
-            return torch.randn(
-                count, generator=self._noise, device=self._device, dtype=torch.float64
-            )
-        return torch.from_numpy(self._noise.standard_normal(count))
+        return torch.from_numpy(self._noise.standard_normal(count)).to(self._device)
 
 
 class InjectedRandomness:
@@ -81,16 +73,10 @@ class InjectedRandomness:
         self.normal = normal
 
 
-def _secret_generator(device: torch.device) -> torch.Generator | np.random.Generator:
-    if device.type == "cuda":
-        return torch.Generator(device).manual_seed(secrets.randbits(64))
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(secrets.randbits(256))))
-
-
 def tail_delta(plan: Plan, noise_multiplier: float) -> float:
     """Bound the probability that the sampler's missing tail shows in any release of `plan`.
 
-    Noise truncated at T = `SAMPLER_REACH` has, up to a factor within 1e-6 of 1, the Gaussian's
+    Noise truncated at T = `SAMPLER_REACH` has, up to a factor within 1e-5 of 1, the Gaussian's
     density inside its box, so the likelihood ratio of two neighbours is the Gaussian's wherever
     both boxes overlap. What remains is the probability of an outcome that only one neighbour can
     produce: a coordinate that lands within its own shift s_i of the edge. It is added to delta as

@@ -58,7 +58,8 @@ class Registration:
     budget: int
     facts: PublicFacts
     relation: str
-    delta: float | None
+    lineage: str
+    """`first`, `version of NAME`, or `declared unrelated`."""
     lifetime_epsilon: float | None
     is_public_benchmark: bool
     hold_out: float
@@ -80,34 +81,54 @@ class Registration:
         return np.sort(order[held:]), np.sort(order[:held])
 
 
-def _digest(ledger: Ledger, data: LabelledImages) -> bytes:
+def _digests(ledger: Ledger, data: LabelledImages) -> tuple[bytes, bytes]:
+    """Return keyed digests of the whole set, and of its pixels alone."""
+    pixels, labels, units = (
+        memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+        for array in (data.images, data.labels, data.units)
+    )
     header = json.dumps([data.images.shape, data.class_names, data.unit]).encode()
-    arrays = (data.images, data.labels, data.units)
-    return ledger.mac(header, *(memoryview(np.ascontiguousarray(a)).cast("B") for a in arrays))  # type: ignore[arg-type]
+    return ledger.mac(header, pixels, labels, units), ledger.mac(pixels)
+
+
+def is_registered_as(ledger: Ledger, data: LabelledImages, registration: Registration) -> bool:
+    """Say whether `data` holds exactly the records of `registration`."""
+    (row,) = ledger.data_sets("id = ?", (registration.id,))
+    return bool(row["digest"] == _digests(ledger, data)[0])
 
 
 def find(ledger: Ledger, data: LabelledImages, *, name: str | None = None) -> Registration | None:
     """Return the registration of exactly this data set, or None when it is new.
 
     Raises:
-        DataChanged: its name or path is registered with other records.
+        DataChanged: its name or path is registered with other records, or its pixels with other
+            labels, classes or units.
     """
-    rows = ledger.data_sets("digest = ?", (_digest(ledger, data),))
-    for row in rows:
-        if name in (None, row["name"]):
-            return _from_row(row)
-    if name is not None and rows:
-        raise DataChanged(
-            f"this data set is registered as '{rows[0]['name']}', not '{name}'; use that name"
-        )
-    known = ledger.data_sets("name = ? OR source = ?", (name or "", data.source or ""))
+    if (same := find_exactly(ledger, data, name=name)) is not None:
+        return same
+    _, pixels = _digests(ledger, data)
+    known = ledger.data_sets(
+        "name = ? OR source = ? OR pixels = ?", (name or "", data.source or "", pixels)
+    )
     if known:
         raise DataChanged(
-            f"{data.source or name} does not hold the records that were registered as "
+            f"{data.source or data.name} does not hold what was registered as "
             f"'{known[-1]['name']}'; pass --new-version-of {known[-1]['name']} to go on with its "
             "budget, or --unrelated if no unit is in both"
         )
     return None
+
+
+def find_exactly(
+    ledger: Ledger, data: LabelledImages, *, name: str | None = None
+) -> Registration | None:
+    """Return the registration of exactly this data set, or None."""
+    rows = ledger.data_sets("digest = ?", (_digests(ledger, data)[0],))
+    if rows and name not in (None, rows[0]["name"]):
+        raise DataChanged(
+            f"this data set is registered as '{rows[0]['name']}', not '{name}'; use that name"
+        )
+    return _from_row(rows[0]) if rows else None
 
 
 def all_registered(ledger: Ledger) -> list[Registration]:
@@ -121,10 +142,11 @@ def register(ledger: Ledger, data: LabelledImages, terms: RegistrationTerms) -> 
     The number of units (N0), class names, shape and normalisation become public facts here and are
     never computed again.
     """
-    is_replacement = terms.new_version_of is not None or terms.unrelated
-    if not is_replacement and (existing := find(ledger, data, name=terms.name)):
+    if (existing := find_exactly(ledger, data, name=terms.name)) is not None:
         _check_same_terms(existing, terms)
         return existing
+    if terms.new_version_of is None and not terms.unrelated:
+        find(ledger, data, name=terms.name)  # refuses a changed set
     return _insert(ledger, data, terms, declared_facts(data, terms))
 
 
@@ -154,57 +176,62 @@ def declared_facts(data: LabelledImages, terms: RegistrationTerms) -> PublicFact
 def _insert(
     ledger: Ledger, data: LabelledImages, terms: RegistrationTerms, facts: PublicFacts
 ) -> Registration:
-    digest = _digest(ledger, data)
+    digest, pixels = _digests(ledger, data)
+    parent = _parent(ledger, terms, facts)
+    lineage = "declared unrelated" if terms.unrelated else "first"
     with ledger.transaction() as execute:
-        parent = None
-        if terms.new_version_of is not None:
-            query = "SELECT * FROM data_sets WHERE name = ?"
-            parent = execute(query, (terms.new_version_of,)).fetchone()
-            if parent is None:
-                raise InvalidSettings(
-                    f"no data set is called '{terms.new_version_of}'; see `understudy ledger`"
-                )
-        lifetime = parent["lifetime_epsilon"] if parent else terms.lifetime_epsilon
         taken = {row[0] for row in execute("SELECT name FROM data_sets")}
         row = execute(
-            "INSERT INTO data_sets (name, budget, digest, source, facts, relation, delta,"
+            "INSERT INTO data_sets (name, budget, digest, pixels, source, facts, relation, lineage,"
             " lifetime_epsilon, is_public_benchmark, hold_out, secret, registered)"
-            " VALUES (?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
             (
                 _free_name(terms.name or data.name, taken),
+                parent.budget if parent else 0,
                 digest,
+                pixels,
                 data.source,
                 json.dumps(facts.to_json()),
                 RELATION,
-                parent["delta"] if parent else None,
-                lifetime,
-                int(terms.public_benchmark or data.is_public_benchmark),
+                f"version of {parent.name}" if parent else lineage,
+                parent.lifetime_epsilon if parent else terms.lifetime_epsilon,
+                # A new version cannot escape the limit of the set that it replaces.
+                parent.is_public_benchmark
+                if parent
+                else terms.public_benchmark or data.is_public_benchmark,
                 terms.hold_out,
                 secrets.token_bytes(32),
                 time.time(),
             ),
         ).fetchone()
-        budget = parent["budget"] if parent else row["id"]
-        execute("UPDATE data_sets SET budget = ? WHERE id = ?", (budget, row["id"]))
+        if parent is None:
+            execute("UPDATE data_sets SET budget = id WHERE id = ?", (row["id"],))
         row = execute("SELECT * FROM data_sets WHERE id = ?", (row["id"],)).fetchone()
     return _from_row(row)
 
 
-def fix_delta(ledger: Ledger, registration: Registration, delta: float) -> None:
-    """Hold a budget to the delta of its first run."""
-    with ledger.transaction() as execute:
-        execute(
-            "UPDATE data_sets SET delta = ? WHERE budget = ? AND delta IS NULL",
-            (delta, registration.budget),
+def _parent(ledger: Ledger, terms: RegistrationTerms, facts: PublicFacts) -> Registration | None:
+    """Return the data set that this one is a new version of, its terms being compatible."""
+    if terms.new_version_of is None:
+        return None
+    rows = ledger.data_sets("name = ?", (terms.new_version_of,))
+    if not rows:
+        raise InvalidSettings(
+            f"no data set is called '{terms.new_version_of}'; see `understudy ledger`"
         )
-        fixed = execute("SELECT delta FROM data_sets WHERE id = ?", (registration.id,)).fetchone()[
-            0
-        ]
-    if fixed != delta:
+    parent = _from_row(rows[0])
+    old = (parent.facts.unit, parent.facts.max_per_unit)
+    if old != (facts.unit, facts.max_per_unit):
         raise RelationMixed(
-            f"'{registration.name}' is accounted at delta {fixed:g}, but this run asks for "
-            f"{delta:g}; one data set has one delta: pass --delta {fixed:g}"
+            f"'{parent.name}' counts units as {old[0]} (at most {old[1]} records each), this "
+            f"version as {facts.unit} (at most {facts.max_per_unit}); one budget has one unit"
         )
+    if terms.lifetime_epsilon not in (None, parent.lifetime_epsilon):
+        raise BudgetRefused(
+            f"'{parent.name}' has lifetime epsilon {parent.lifetime_epsilon}, which its versions "
+            "share; leave out --lifetime-epsilon"
+        )
+    return parent
 
 
 def _free_name(wanted: str, taken: set[str]) -> str:
@@ -258,7 +285,7 @@ def _from_row(row: object) -> Registration:
         budget=columns["budget"],
         facts=PublicFacts.from_json(json.loads(columns["facts"])),
         relation=columns["relation"],
-        delta=columns["delta"],
+        lineage=columns["lineage"],
         lifetime_epsilon=columns["lifetime_epsilon"],
         is_public_benchmark=bool(columns["is_public_benchmark"]),
         hold_out=columns["hold_out"],

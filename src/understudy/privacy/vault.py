@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from understudy.privacy.ledger import Charge, Ledger, Limit
 from understudy.privacy.plan import Budget, Plan, PublicFacts
 from understudy.privacy.randomness import Randomness, SecretRandomness
 from understudy.privacy.records import Records
-from understudy.privacy.registration import Registration, fix_delta
+from understudy.privacy.registration import Registration, is_registered_as
 from understudy.privacy.sealed import Sealed
 
 
@@ -34,17 +35,22 @@ class Vault(Sealed):
     __slots__ = ("_device", "_held_out", "_records", "registration")
 
     def __init__(
-        self, data: LabelledImages, registration: Registration, *, device: str = "cpu"
+        self,
+        data: LabelledImages,
+        registration: Registration,
+        ledger: Ledger,
+        *,
+        device: str = "cpu",
     ) -> None:
+        if not is_registered_as(ledger, data, registration):
+            raise DataChanged(
+                f"these are not the records that were registered as '{registration.name}'; "
+                "register them first"
+            )
         facts = registration.facts
         self.registration = registration
         self._device = torch.device(device)
         total = int(data.units.max()) + 1
-        if total < facts.units or data.shape != facts.shape:
-            raise DataChanged(
-                f"the data set has {total} units of shape {data.shape}, but '{registration.name}' "
-                f"is registered with {facts.units} of {facts.shape}; register it as a new version"
-            )
         learn, held_out = registration.split_units(total)
         self._records = Records.from_units(
             data, learn, max_per_unit=facts.max_per_unit, device=self._device
@@ -92,13 +98,25 @@ class Vault(Sealed):
             BudgetRefused: the lifetime budget does not allow the plan.
         """
         budget.check_delta(self.facts.units, allow_large=allow_large_delta)
-        calibration = self._resume(run_id, plan, budget, ledger)
+        source = randomness or SecretRandomness(self._device)
+        is_private = budget.is_private and source.is_secret
+        calibration = self._resume(run_id, plan, budget, ledger, is_private=is_private)
         if calibration is None:
             calibration = calibrate(plan, budget, cache=home() / "calibrations")
-            self._reserve(run_id, ledger, plan, budget, calibration=calibration, method=method)
+            charge = Charge(
+                method=method,
+                plan=plan,
+                noise_multiplier=calibration.noise_multiplier,
+                epsilon=calibration.epsilon if is_private else None,
+                delta=budget.delta,
+                accountant=budget.accountant,
+                delta_tail=calibration.delta_tail,
+                divergence=None,
+            )
+            self._reserve(run_id, ledger, charge)
         return Curator(
             self._records,
-            randomness or SecretRandomness(self._device),
+            source,
             facts=self.facts,
             plan=plan,
             calibration=calibration,
@@ -106,45 +124,27 @@ class Vault(Sealed):
             pace=pace or Pace(),
         )
 
-    def _reserve(
-        self,
-        run_id: str,
-        ledger: Ledger,
-        plan: Plan,
-        budget: Budget,
-        *,
-        calibration: Calibration,
-        method: str,
-    ) -> None:
-        fix_delta(ledger, self.registration, budget.delta)
+    def _reserve(self, run_id: str, ledger: Ledger, charge: Charge) -> None:
         lifetime = self.registration.lifetime_epsilon
-        limit = divergence = None
-        if self.registration.has_limit and lifetime is not None:
-            filter_ = RenyiFilter.for_budget(lifetime, budget.delta)
-            limit = Limit(filter_.bound, FILTER_TAIL_SHARE * budget.delta)
-            found = renyi_divergence(plan, calibration.noise_multiplier, filter_.order)
-            divergence = found if math.isfinite(found) else None
-        charge = Charge(
-            method=method,
-            plan=plan,
-            noise_multiplier=calibration.noise_multiplier,
-            epsilon=calibration.epsilon if budget.is_private else None,
-            delta=budget.delta,
-            accountant=budget.accountant,
-            delta_tail=calibration.delta_tail,
-            divergence=divergence,
-        )
+        if lifetime is None or not self.registration.has_limit:
+            ledger.reserve(run_id, self.registration.id, charge, limit=None)
+            return
+        filter_ = RenyiFilter.for_budget(lifetime, charge.delta)
+        limit = Limit(filter_.bound, FILTER_TAIL_SHARE * charge.delta)
+        if charge.epsilon is not None:
+            divergence = renyi_divergence(charge.plan, charge.noise_multiplier, filter_.order)
+            charge = replace(charge, divergence=divergence)
         ledger.reserve(run_id, self.registration.id, charge, limit)
 
     def _resume(
-        self, run_id: str, plan: Plan, budget: Budget, ledger: Ledger
+        self, run_id: str, plan: Plan, budget: Budget, ledger: Ledger, *, is_private: bool
     ) -> Calibration | None:
         if (row := ledger.run(run_id)) is None:
             return None
         is_same = (
             row["data_set"] == self.registration.id
             and json.loads(row["plan"]) == plan.to_json()
-            and (row["epsilon"] is not None) == budget.is_private
+            and (row["epsilon"] is not None) == is_private
             and (row["delta"], row["accountant"]) == (budget.delta, budget.accountant)
             and row["state"] != "cancelled"
         )
