@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
-from door import LOOSE, a_vault, some_images
 
+from door import LOOSE, a_vault, some_images
 from understudy.errors import BudgetRefused, Interrupted
 from understudy.methods import METHODS, load_method
 from understudy.methods.method import configure

@@ -1,4 +1,4 @@
-"""What a killed process does: a run whose draws and states are written to a log of the test's own."""
+"""What a killed process does: a run that writes its draws and states to the test's log."""
 
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
-import killed_run
 import pytest
 
+import killed_run
 import understudy
 from understudy.privacy.ledger import Ledger
 
@@ -100,7 +101,7 @@ def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> None:
     assert len(set(all_noise)) == len(all_noise)
     starts = {e["attempt"]: e["step"] for e in log if e["what"] == "restored"}
     attempts = sorted(starts)
-    ends = {a: starts[b] for a, b in zip(attempts, attempts[1:], strict=False)}
+    ends = {a: starts[b] for a, b in pairwise(attempts)}
     ends[attempts[-1]] = killed_run.STEPS
     committed_noise, abandoned = [], []
     for attempt in attempts:
@@ -157,11 +158,15 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
     for line in process.stdout:
         if json.loads(line)["event"] == "progress":
             break
-    busy = subprocess.run([*common, "--rounds", "500", "--resume"], capture_output=True, text=True)
+    busy = subprocess.run(
+        [*common, "--rounds", "500", "--resume"], capture_output=True, text=True, check=False
+    )
     assert busy.returncode == 2
     assert "another process" in busy.stderr
     process.kill()
     process.communicate()
-    other = subprocess.run([*common, "--rounds", "501", "--resume"], capture_output=True, text=True)
+    other = subprocess.run(
+        [*common, "--rounds", "501", "--resume"], capture_output=True, text=True, check=False
+    )
     assert other.returncode == 2
     assert "other settings" in other.stderr

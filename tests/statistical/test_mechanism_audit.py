@@ -1,7 +1,7 @@
 """Audit of each release: thousands of runs on worst-case neighbours.
 
-The Gaussian-DP lower bound (Nasr et al. 2023): with upper confidence bounds on the error rates of the
-optimal test, mu >= Phi^-1(1 - FPR) - Phi^-1(FNR), converted to epsilon at delta.
+The Gaussian-DP lower bound (Nasr et al. 2023): with upper confidence bounds on the error rates of
+the optimal test, mu >= Phi^-1(1 - FPR) - Phi^-1(FNR), converted to epsilon at delta.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from door import CPU, a_vault, open_curator, some_images, without
 from scipy import optimize, stats
 
+from door import CPU, a_vault, open_curator, some_images, without
 from understudy.privacy.plan import Budget
 from understudy.privacy.randomness import SecretRandomness
 from understudy.privacy.records import Records

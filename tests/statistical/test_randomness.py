@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from door import CPU, a_vault, linear_loss, linear_params, open_curator, records_of, some_images
 from scipy import stats
 
+from door import CPU, a_vault, linear_loss, linear_params, open_curator, records_of, some_images
 from understudy.privacy.randomness import SAMPLER_REACH, SecretRandomness
 from understudy.privacy.releases.class_sums import FeatureMap
 from understudy.privacy.sampling import Access

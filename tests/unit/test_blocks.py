@@ -1,11 +1,11 @@
-"""Commit, roll forward, or delete unread: what a crash at each point leaves, and what resume does."""
+"""Commit, roll forward, or delete unread: what a crash leaves, and what resume does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from door import LOOSE, a_vault, linear_loss, linear_params, open_curator, some_images
 
+from door import LOOSE, a_vault, linear_loss, linear_params, open_curator, some_images
 from understudy.errors import Interrupted, LedgerError, PlanExhausted, PlanViolation
 from understudy.privacy import blocks as blocks_module
 from understudy.privacy.curator import Pace

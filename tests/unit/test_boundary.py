@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from door import (
     LOOSE,
     a_vault,
@@ -20,7 +21,6 @@ from door import (
     open_curator,
     some_images,
 )
-
 from understudy.errors import (
     InvalidSettings,
     PlanExhausted,
@@ -187,7 +187,7 @@ def test_every_release_is_charged_before_it_is_returned(ledger, tmp_path):
 
 
 def test_changing_one_record_changes_only_what_is_released(ledger, tmp_path):
-    """With injected draws and one unit emptied, a method's output differs through releases alone."""
+    """With injected draws that never take one unit, that unit changes nothing."""
     outputs = []
     for blank in (False, True):
         data = some_images(40, name=f"world{blank}")

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from door import access_to, some_images, without
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from door import access_to, some_images, without
 from understudy.errors import PlanViolation
 from understudy.privacy.releases.class_sums import FeatureMap, class_sums
 from understudy.privacy.releases.histogram import histogram

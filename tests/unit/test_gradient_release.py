@@ -8,11 +8,11 @@ import numpy as np
 import opacus
 import pytest
 import torch
-from door import access_to, linear_loss, linear_params, some_images, without
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from door import access_to, linear_loss, linear_params, some_images, without
 from understudy.errors import PlanViolation
 from understudy.nets.convnet import ConvNet
 from understudy.privacy import records

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from door import LOOSE, a_vault, access_to, linear_loss, linear_params, open_curator, some_images
 
+from door import LOOSE, a_vault, access_to, linear_loss, linear_params, open_curator, some_images
 from understudy.errors import (
     AttemptsExhausted,
     BudgetRefused,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from door import LOOSE, a_vault, some_images
 from torch import nn
 
+from door import LOOSE, a_vault, some_images
 from understudy.errors import InvalidSettings
 from understudy.methods.method import configure
 from understudy.methods.psg import PSG, PSGConfig, matching_distance
