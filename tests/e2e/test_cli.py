@@ -132,7 +132,8 @@ def test_json_lines(folder, capsys):
 
 def test_settings_from_toml_and_flags_that_win(folder, capsys):
     (folder / "run.toml").write_text(
-        'epsilon = 5\nrounds = 1\nouter = 1\nbatches = 2\nimages-per-class = 3\naccountant = "renyi"\n'
+        "epsilon = 5\nrounds = 1\nouter = 1\nbatches = 2\nimages-per-class = 3\n"
+        'accountant = "renyi"\n'
     )
     code, _, err = call(
         "generate",
@@ -216,7 +217,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(name, folder, capsys):
     arguments, message = BAD[name]
     given = arguments(folder)
     before = sorted(p.name for p in folder.iterdir())
-    code, out, err = call("generate", *given, capsys=capsys)
+    code, _, err = call("generate", *given, capsys=capsys)
     assert code == 2, err
     assert err.count("\n") == 1, err
     assert message in err
@@ -278,7 +279,7 @@ def test_a_full_disk_at_the_start_leaves_nothing(folder, capsys, monkeypatch):
 
 
 def test_a_full_disk_at_the_end_loses_nothing(folder, capsys, monkeypatch):
-    """The run's settings and its committed block fit, the released files do not: resume finishes."""
+    """Settings and the committed block fit, the released files do not: resume finishes."""
     path = npz(folder)
     with monkeypatch.context() as patch:
         fill_disk(patch, after=3)
