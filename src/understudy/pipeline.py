@@ -124,16 +124,24 @@ def synthesize(
         **request: fields of `Request`: `method`, `epsilon`, `delta`, `accountant`, `preset`,
             `settings` (of the method), `seed`, `allow_large_delta`.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     result = synthesize(
-    ...         "digits", method="psg", epsilon=10, settings={"rounds": 1, "outer": 1},
-    ...         out=f"{folder}/run", ledger=f"{folder}/ledger.sqlite",
-    ...     )
+    A run so short that it teaches nothing, but shows every step:
+
+    >>> import tempfile, understudy
+    >>> folder = tempfile.mkdtemp()
+    >>> result = understudy.synthesize(
+    ...     "digits", method="psg", epsilon=10, accountant="renyi",
+    ...     settings={"rounds": 1, "outer": 2}, out=f"{folder}/run", ledger=f"{folder}/ledger",
+    ... )
     >>> result.images.shape, result.labels.shape
     (torch.Size([100, 1, 8, 8]), torch.Size([100]))
-    >>> result.certificate.epsilon <= 10
+    >>> 9.999 <= result.certificate.epsilon <= 10
     True
+    >>> understudy.verify(result.directory, ledger=True).files
+    3
+    >>> quick = Protocol(networks=2, epochs=2, width=4)
+    >>> accuracy = understudy.evaluate(result.directory, protocol=quick)
+    >>> accuracy.test_images, len(accuracy.accuracies)
+    (359, 2)
     """
     asked = Request(**request)
     asked.budget()  # refuses a bad epsilon or delta before anything else happens
@@ -330,7 +338,7 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
     release = _release(directory)
     if ledger is False:
         return certificates.verify(release)
-    with _opened(_ledger_of(directory) if ledger is True else ledger) as book:
+    with _opened(_ledger_of(directory) if ledger is True else ledger, create=False) as book:
         return certificates.verify(release, ledger=book)
 
 
@@ -354,7 +362,7 @@ def evaluate(
     run = RunDirectory(Path(directory))
     result = load_result(directory)
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
-    with _opened(ledger or _ledger_of(directory)) as book:
+    with _opened(ledger or _ledger_of(directory), create=False) as book:
         real = _real_images(run, test, facts, book)
         accuracy = downstream_accuracy(
             result.synthetic,
@@ -404,11 +412,11 @@ def _ledger_of(directory: str | Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def _opened(ledger: Ledger | str | Path | None) -> Iterator[Ledger]:
+def _opened(ledger: Ledger | str | Path | None, *, create: bool = True) -> Iterator[Ledger]:
     if isinstance(ledger, Ledger):
         yield ledger
         return
-    book = Ledger(Path(ledger) if ledger is not None else None)
+    book = Ledger(Path(ledger) if ledger is not None else None, create=create)
     try:
         yield book
     finally:

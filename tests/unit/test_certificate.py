@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import understudy
-from understudy.errors import VerificationFailed
+from understudy.errors import LedgerError, VerificationFailed
 from understudy.files import canonical_json
 from understudy.privacy.ledger import Ledger
 
@@ -166,7 +166,10 @@ def test_a_forged_plan_does_not_add_up(run):
 
 def test_another_ledger_does_not_know_it(run, tmp_path):
     with pytest.raises(VerificationFailed, match="ledger's key"):
-        understudy.verify(run, ledger=tmp_path / "other.sqlite")
+        understudy.verify(run, ledger=Ledger(tmp_path / "other.sqlite"))
+    with pytest.raises(LedgerError, match="there is no ledger"):
+        understudy.verify(run, ledger=tmp_path / "nowhere.sqlite")
+    assert not (tmp_path / "nowhere.sqlite").exists()
 
 
 def test_an_older_certificate_of_the_same_ledger_is_not_enough(run, made, book):

@@ -29,7 +29,7 @@ def command(
         The ledger, if not the user's own.
     """
     out = make_output(output)
-    book = Ledger(ledger)
+    book = Ledger(ledger, create=False)
     registered = all_registered(book)
     if not registered:
         out.result(f"{book.path} knows no data set yet; see `understudy register --help`")

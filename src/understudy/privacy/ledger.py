@@ -131,10 +131,17 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 class Ledger:
-    """Open the ledger at `path`, creating it when it is missing."""
+    """Open the ledger at `path`, by default the user's own.
 
-    def __init__(self, path: Path | None = None) -> None:
+    Args:
+        path: the file.
+        create: whether to make it when it is missing.
+    """
+
+    def __init__(self, path: Path | None = None, *, create: bool = True) -> None:
         self.path = path or Path(os.environ.get("UNDERSTUDY_LEDGER") or home() / "ledger.sqlite")
+        if not create and not self.path.exists():
+            raise LedgerError(f"there is no ledger {self.path}; name the right one")
         self._connection = self._open()
         self._key = self._read_key()
 

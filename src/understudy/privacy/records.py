@@ -12,7 +12,7 @@ from torch import Tensor
 from understudy.data.images import LabelledImages
 from understudy.privacy.sealed import Sealed
 
-ROW_BYTES = 256 * 2**20
+ROW_BYTES = 64 * 2**20
 """Memory that the rows of one chunk may take, whatever the batch."""
 MOST_RECORDS = 256
 """Records that a function sees at once."""
