@@ -47,7 +47,7 @@ def race(path: str, name: str, barrier, results) -> None:
     """Race for the last of fifty budgets, one ledger after another."""
     for number in range(50):
         book = Ledger(Path(path) / f"{number}.sqlite")
-        barrier.wait()
+        barrier.wait(timeout=60)
         try:
             book.reserve(name, 1, a_charge(0.6), Limit(divergence=1.0, delta_tail=1e-6))
             results.put((number, "admitted"))
@@ -64,14 +64,14 @@ def test_two_processes_race_for_the_last_of_a_budget_and_one_wins(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
     racers = [
-        context.Process(target=race, args=(str(tmp_path), name, barrier, results))
+        context.Process(target=race, args=(str(tmp_path), name, barrier, results), daemon=True)
         for name in ("a", "b")
     ]
     for racer in racers:
         racer.start()
     outcomes: dict[int, list[str]] = {}
     for _ in range(100):
-        number, outcome = results.get(timeout=120)
+        number, outcome = results.get(timeout=60)
         outcomes.setdefault(number, []).append(outcome)
     for racer in racers:
         racer.join(timeout=30)
