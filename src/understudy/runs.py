@@ -85,6 +85,7 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the unfinished directory against a second process."""
+        make_directory(self._working)
         make_directory(self._working / "private", mode=0o700)
         remove_temporaries(self._working / "private")
         with (self._working / "private" / "lock").open("w") as file:

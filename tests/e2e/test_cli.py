@@ -85,6 +85,7 @@ def test_the_whole_way(folder, capsys):
         "synthetic.safetensors", "contact_sheet.png", "README.md", "certificate.json",
     }  # fmt: skip
     assert (run / "private").stat().st_mode & 0o077 == 0
+    assert all(d.stat().st_mode & 0o055 == 0o055 for d in (run.parent, run, run / "release"))
     certificate = json.loads((run / "release" / "certificate.json").read_text())
     assert certificate["guarantee"]["unit"] == "patient"
     assert certificate["data_set"]["public_facts"]["units"] == 16
