@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -48,20 +47,18 @@ def npz(folder: Path, name: str = "scans.npz", count: int = 60, **changes) -> Pa
     return folder / name
 
 
-def test_help_is_fast_and_does_not_import_torch():
+def test_help_imports_nothing_heavy():
     script = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
         "from understudy.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'scipy', 'sklearn', 'dp_accounting'} & set(sys.modules)\n"
         "print('HEAVY', sorted(heavy))"
     )
-    started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert time.perf_counter() - started < 5  # 0.4 s here; the modules below are the real check
     assert "HEAVY []" in done.stdout
     for command in ("generate", "evaluate", "plan", "verify", "register", "ledger", "methods"):
         assert command in done.stdout

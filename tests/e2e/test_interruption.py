@@ -60,43 +60,54 @@ def assert_nothing_uncommitted(folder: Path, attempt: int) -> None:
 
 
 def test_twenty_kills_and_resumes(tmp_path, monkeypatch):
+    """Where a run ends before its twentieth kill, another run takes the rest."""
     # The fork server imports the package once, so that kills fall into work, not into imports.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["killed_run"])
+    kills = abandoned = 0
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        kills += run_through_kills(context, folder, most=KILLS - kills)
+        abandoned += check_noise_and_states(log_of(folder), files_of(folder))
+        assert committed(folder) == (killed_run.STEPS, None)
+        found = understudy.verify(folder / "run", ledger=True)
+        (release,) = found.certificate.content["releases"]
+        assert release["made"] == release["count"] == killed_run.STEPS
+        assert not list(folder.rglob(".tmp-*"))
+        assert not (folder / "run.partial").exists()
+        if kills == KILLS:
+            break
+    assert kills == KILLS
+    assert abandoned, "no kill fell inside a block"
+
+
+def run_through_kills(context, folder: Path, *, most: int) -> int:
+    """Run to the end, killed at up to `most` random moments on the way; return how often."""
     generator = random.Random(time.time_ns())
-    kills = attempt = 0
+    kills = 0
     while True:
-        process = context.Process(target=killed_run.run, args=(str(tmp_path), attempt))
+        process = context.Process(target=killed_run.run, args=(str(folder), kills))
         process.start()
-        if kills < KILLS:
-            process.join(generator.uniform(0.05, 1.5) if attempt else generator.uniform(3, 6))
-        else:
-            process.join(120)
+        moment = generator.uniform(0.05, 1.5) if kills else generator.uniform(3, 6)
+        process.join(moment if kills < most else 200)
         if process.exitcode is not None:
             assert process.exitcode == 0
-            break
+            return kills
         process.kill()
         process.join()
+        if (folder / "log.jsonl").exists():
+            assert_nothing_uncommitted(folder, kills)
+        assert not (folder / "run").exists() or (folder / "run" / "release").is_dir()
         kills += 1
-        if (tmp_path / "log.jsonl").exists():
-            assert_nothing_uncommitted(tmp_path, attempt)
-        assert not (tmp_path / "run").exists() or (tmp_path / "run" / "release").is_dir()
-        attempt += 1
-    assert kills == KILLS, "the run finished before it was killed often enough"
-
-    log = log_of(tmp_path)
-    check_noise_and_states(log, files_of(tmp_path))
-    assert committed(tmp_path) == (killed_run.STEPS, None)
-    found = understudy.verify(tmp_path / "run", ledger=True)
-    (release,) = found.certificate.content["releases"]
-    assert release["made"] == release["count"] == killed_run.STEPS
-    assert not list(tmp_path.rglob(".tmp-*"))
-    assert not (tmp_path / "run.partial").exists()
 
 
-def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> None:
-    """Committed noise never repeats; states of abandoned attempts are in no file."""
+def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> int:
+    """Committed noise never repeats; states of abandoned attempts are in no file.
+
+    Returns the number of such states.
+    """
     all_noise = [e["bytes"] for e in log if e["what"] == "noise"]
     assert len(set(all_noise)) == len(all_noise)
     starts = {e["attempt"]: e["step"] for e in log if e["what"] == "restored"}
@@ -112,9 +123,9 @@ def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> None:
         states = [e for e in log if e["what"] == "state" and e["attempt"] == attempt]
         abandoned += [bytes.fromhex(e["bytes"]) for e in states if e["step"] > ends[attempt]]
     assert len(committed_noise) == len(set(committed_noise)) == killed_run.STEPS
-    assert abandoned, "no kill fell inside a block"
     for path, content in files.items():
         assert not any(state in content for state in abandoned), path
+    return len(abandoned)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
