@@ -332,8 +332,8 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
 
     Args:
         directory: the run.
-        ledger: the custodian's ledger (True for the default one) to check the certificate's origin
-        too.
+        ledger: the custodian's ledger, to check the certificate's origin too; True for the one that
+            the run was made with.
     """
     release = _release(directory)
     if ledger is False:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -345,6 +346,7 @@ def test_resuming_with_another_plan_is_refused(ledger, tmp_path):
     vault = a_vault(ledger)
     open_curator(ledger, tmp_path, vault=vault, run_id="r", count=3)
     open_curator(ledger, tmp_path, vault=vault, run_id="r", count=3)
-    for change in ({"count": 4}, {"budget": Budget(epsilon=np.inf, delta=LOOSE.delta)}):
+    budgets = [replace(LOOSE, epsilon=epsilon) for epsilon in (np.inf, 9.0)]
+    for change in ({"count": 4}, *({"budget": budget} for budget in budgets)):
         with pytest.raises(InvalidSettings, match="another plan"):
             open_curator(ledger, tmp_path, vault=vault, run_id="r", **{"count": 3} | change)

@@ -57,11 +57,13 @@ def command(
         if rows:
             total = composed_total(book, data_set)
             spent = total["epsilon"] if total["epsilon"] is not None else math.inf
+            filtered = total.get("lifetime_spent")
+            limited = f"; {filtered:.4f} of the limit by the filter" if filtered else ""
             disclosed = len(book.disclosures(data_set.id))
             out.result(
                 f"composed total of {total['runs']} runs: epsilon {spent:.4f} at delta "
-                f"{total['delta']:g} ({total['accountant']}); real records read for evaluation "
-                f"{disclosed} times",
+                f"{total['delta']:g} ({total['accountant']}){limited}; "
+                f"real records read for evaluation {disclosed} times",
                 data_set=data_set.name,
                 **total,
                 disclosures=disclosed,

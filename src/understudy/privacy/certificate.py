@@ -21,6 +21,7 @@ from understudy.privacy.accounting import (
     CURVE_DELTAS,
     EPSILON_TOLERANCE,
     LIBRARY,
+    RenyiFilter,
     composed_epsilon,
     epsilon_curve,
     epsilon_of,
@@ -153,13 +154,12 @@ def composed_total(ledger: Ledger, registration: Registration) -> dict[str, Any]
         left = delta - sum(r["delta_tail"] for r in runs)
         is_bounded = left > 0 and all(r["epsilon"] is not None for r in runs)
         epsilon, how = composed_epsilon(plans, left) if is_bounded else None, "renyi"
-    return {
-        "runs": len(runs),
-        "epsilon": epsilon,
-        "delta": delta,
-        "accountant": how,
-        "lifetime_epsilon": registration.lifetime_epsilon,
-    }
+    total = {"runs": len(runs), "epsilon": epsilon, "delta": delta, "accountant": how}
+    if registration.lifetime_epsilon is None or not registration.has_limit:
+        return total
+    filter_ = RenyiFilter.for_budget(registration.lifetime_epsilon, delta)
+    spent = filter_.spent(sum(r["divergence"] for r in runs), delta)
+    return total | {"lifetime_epsilon": registration.lifetime_epsilon, "lifetime_spent": spent}
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ class Vault(Sealed):
             row["data_set"] == self.registration.id
             and json.loads(row["plan"]) == plan.to_json()
             and (row["epsilon"] is not None) == is_private
+            and (not is_private or row["epsilon"] <= budget.epsilon)
             and (row["delta"], row["accountant"]) == (budget.delta, budget.accountant)
             and row["state"] != "cancelled"
         )
