@@ -15,13 +15,26 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from understudy.data.images import labelled_images
     from understudy.methods import METHODS
-    from understudy.pipeline import evaluate, load_data, load_result, register, synthesize, verify
+    from understudy.pipeline import (
+        evaluate,
+        export,
+        fetch,
+        load,
+        load_data,
+        load_result,
+        register,
+        synthesize,
+        verify,
+    )
 
 # Loaded when first used, so that `understudy --help` does not wait for torch.
 _HOMES = {
     "METHODS": "understudy.methods",
     "evaluate": "understudy.pipeline",
+    "export": "understudy.pipeline",
+    "fetch": "understudy.pipeline",
     "labelled_images": "understudy.data.images",
+    "load": "understudy.pipeline",
     "load_data": "understudy.pipeline",
     "load_result": "understudy.pipeline",
     "register": "understudy.pipeline",
@@ -32,7 +45,10 @@ _HOMES = {
 __all__ = [
     "METHODS",
     "evaluate",
+    "export",
+    "fetch",
     "labelled_images",
+    "load",
     "load_data",
     "load_result",
     "register",

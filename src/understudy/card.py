@@ -1,40 +1,73 @@
-"""The data card: what a released set is, in words for the person who receives it."""
+"""The data card: what a released set is, in words for the person who receives it.
+
+Its header is the YAML block that data hubs read.
+"""
 
 from __future__ import annotations
 
-from understudy.privacy.curator import Curator
-from understudy.privacy.plan import Budget
-from understudy.privacy.registration import Registration
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from understudy.privacy.certificate import Certificate
+from understudy.privacy.plan import PublicFacts
 from understudy.synthetic import SyntheticSet
+
+SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a card tells about a set."""
+
+    name: str
+    method: str
+    facts: PublicFacts
+    epsilon: float | None
+    """None without a guarantee."""
+    delta: float
+
+    @classmethod
+    def certified(cls, certificate: Certificate) -> About:
+        """Return what a certificate says."""
+        content = certificate.content
+        return cls(
+            name=content["data_set"]["name"],
+            method=content["method"]["name"],
+            facts=PublicFacts.from_json(content["data_set"]["public_facts"]),
+            epsilon=certificate.epsilon if certificate.has_guarantee else None,
+            delta=certificate.delta,
+        )
 
 
 def data_card(
-    curator: Curator,
-    registration: Registration,
-    budget: Budget,
-    method: str,
+    about: About,
     synthetic: SyntheticSet,
+    files: Mapping[str, str],
+    *,
+    header: Sequence[str] = (),
 ) -> str:
-    """Write the card as Markdown."""
-    facts = curator.facts
-    if curator.has_guarantee:
-        guarantee = (
-            f"Differential privacy with epsilon {curator.calibration.epsilon:.4g} and delta "
-            f"{budget.delta:g}, for each {facts.unit}: whoever sees this set can hardly tell it "
-            f"from one made after the data of any one {facts.unit} had been emptied. That changes "
-            f"the probability of any outcome at most by a factor e^epsilon, but for delta. "
-            "`certificate.json` says how this was reached; `understudy verify` checks it."
-        )
-    else:
-        guarantee = "**None.** This set was made without noise. Do not share it."
-    return f"""# A synthetic stand-in for {registration.name}
+    """Write the card as Markdown.
 
-{len(synthetic.labels)} synthetic labelled images ({" x ".join(map(str, facts.shape))}, \
-{facts.classes} classes), made by Understudy with the method `{method}`.
+    Args:
+        about: what is known about the set.
+        synthetic: the set.
+        files: what each file that goes with the card is.
+        header: further lines of the YAML header.
+    """
+    facts, count = about.facts, len(synthetic)
+    listed = "\n".join(f"- `{name}`: {what}" for name, what in files.items())
+    classes = ", ".join(synthetic.class_names[:20]) + (", ..." if facts.classes > 20 else "")
+    return f"""{_header(about, count, header)}
+# A synthetic stand-in for {about.name}
+
+{count} synthetic labelled images ({" x ".join(map(str, facts.shape))}, {facts.classes} classes: \
+{classes}), made by Understudy with the method `{about.method}`.
 
 ## Guarantee
 
-{guarantee}
+{_guarantee(about)}
 
 ## What it is for
 
@@ -43,10 +76,39 @@ networks; they are not photographs of anything and need not look like the real o
 
 ## What it is not for
 
-Conclusions about single persons, rare cases, or the exact frequencies of the real data.
+Conclusions about single persons, rare cases, or the exact frequencies of the real data. The set may
+share biases of the real data. A guarantee for each {facts.unit} does not hide what is true of many.
 
 ## Files
 
-`synthetic.safetensors`: `images` (float32, n x c x h x w, in [0, 1]) and `labels` (int64).
-`contact_sheet.png`: some of the images, one row per class. `certificate.json`: the guarantee.
+{listed}
 """
+
+
+def _header(about: About, count: int, further: Sequence[str]) -> str:
+    size = next((name for most, name in SIZES if count < most), "n>1M")
+    lines = [
+        f"pretty_name: {json.dumps(f'A synthetic stand-in for {about.name}', ensure_ascii=False)}",
+        "task_categories:",
+        "- image-classification",
+        "size_categories:",
+        f"- {size}",
+        "tags:",
+        "- synthetic",
+        *(["- differential-privacy"] if about.epsilon is not None else []),
+        *further,
+    ]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _guarantee(about: About) -> str:
+    if about.epsilon is None:
+        return "**None.** This set was made without noise. Do not share it."
+    unit = about.facts.unit
+    epsilon = math.ceil(about.epsilon * 1000) / 1000  # never less than certified
+    return (
+        f"Differential privacy with epsilon {epsilon:g} and delta {about.delta:g}, for "
+        f"each {unit}: whoever sees this set can hardly tell it from one made after the data of "
+        f"any one {unit} had been emptied. That changes the probability of any outcome at most by "
+        "a factor e^epsilon, but for delta. `certificate.json` says how this was reached."
+    )

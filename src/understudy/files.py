@@ -11,7 +11,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,17 @@ def sync_directory(directory: Path) -> None:
 
 def write_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write `content` to `path`, all or nothing, durably."""
+    write_chunks(path, [content], mode=mode)
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes], *, mode: int = 0o644) -> None:
+    """Write what `chunks` yields to `path`, all or nothing, durably."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
     with storage_errors(path):
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
+                file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

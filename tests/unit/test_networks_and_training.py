@@ -134,7 +134,8 @@ FACTS = PublicFacts(units=100, class_names=("a", "b"), shape=(1, 8, 8), mean=(0.
 
 
 def test_downstream_accuracy_tells_good_sets_from_bad():
-    real = RealImages(*stripes(200, seed=1), "stripes")
+    seen, expected = stripes(200, seed=1)
+    real = RealImages((seen * 255).byte(), expected, "stripes")
     protocol = Protocol(networks=2, epochs=40, width=8)
     images, labels = stripes(20, seed=2)
     results = {

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
 from understudy.cli.settings import given, settings_class
+from understudy.data.reading import Reading
 from understudy.pipeline import load_data, synthesize
 from understudy.privacy.registration import RegistrationTerms
 
@@ -37,10 +38,6 @@ class GenerateOptions:
     """Go on with an unfinished run: the same command plus this flag."""
     seed: int = 0
     """Seed of public randomness. Batches and noise are secret and do not follow it."""
-    unit: str = "record"
-    """Unit of privacy: `record`, or the array of the .npz file that names each image's unit."""
-    classes: int | None = None
-    """Number of classes, if not the largest label plus one."""
     allow_large_delta: bool = False
     """Accept delta >= 1/N0; the certificate will say so."""
     ledger: Path | None = None
@@ -57,6 +54,7 @@ def build(method: str) -> Callable[..., None]:
         data: str,
         *,
         options: Annotated[GenerateOptions | None, Parameter(name="*")] = None,
+        reading: Annotated[Reading | None, Parameter(name="*", negative_iterable=())] = None,
         terms: Annotated[RegistrationTerms | None, Parameter(name="*")] = None,
         output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
         settings: Any = None,
@@ -66,12 +64,12 @@ def build(method: str) -> Callable[..., None]:
         Parameters
         ----------
         data
-            Name of a built-in set (digits), or path of an .npz file with `images` and `labels`.
+            Name of a known set (digits, mnist, ...), or path of a folder or file of images.
         """
         options = options or GenerateOptions()
         out = make_output(output)
         result = synthesize(
-            load_data(data, unit=options.unit, classes=options.classes),
+            load_data(data, progress=out, **vars(reading or Reading())),
             out=options.out,
             ledger=options.ledger,
             resume=options.resume,

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
@@ -25,9 +26,11 @@ COMMANDS = {
     "generate": "Make a synthetic set from private data.",
     "evaluate": "Train networks on a synthetic set and test them on real images.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
+    "export": "Write a released set as PNG folders, parquet, npz, safetensors or IDX.",
     "verify": "Check a released set against its certificate.",
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
     "ledger": "Show what was spent on each data set.",
+    "fetch": "Get a known public data set, such as mnist.",
     "methods": "List the methods, or the settings of one.",
 }
 WITH_METHOD_SETTINGS = ("generate", "plan")
@@ -35,6 +38,8 @@ WITH_METHOD_SETTINGS = ("generate", "plan")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    # Images are refused by a limit of our own, lower than the one this would warn about.
+    warnings.filterwarnings("ignore", message=".*decompression bomb.*")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         build_app(tokens)(tokens, exit_on_error=False, print_error=False)

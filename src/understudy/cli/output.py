@@ -59,15 +59,18 @@ class Output(Progress):
             table.add_row(*row)
         self.console.print(table)
 
-    def steps(self, steps: range, *, spent: Callable[[], float] | None = None) -> Iterator[int]:
+    def steps(
+        self, steps: range, *, spent: Callable[[], float] | None = None, what: str = ""
+    ) -> Iterator[int]:
         """Draw a bar over `steps`."""
         columns = [
+            TextColumn("{task.description}"),
             BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
             TextColumn("{task.fields[spent]}"),
         ]  # fmt: skip
         with Bar(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task("", total=steps.stop, completed=steps.start, spent="")
+            task = bar.add_task(what, total=steps.stop, completed=steps.start, spent="")
             asked = 0.0
             for step in steps:
                 yield step
@@ -83,7 +86,9 @@ class QuietOutput(Output):
     def say(self, text: str) -> None:
         """Say nothing."""
 
-    def steps(self, steps: range, *, spent: Callable[[], float] | None = None) -> Iterator[int]:
+    def steps(
+        self, steps: range, *, spent: Callable[[], float] | None = None, what: str = ""
+    ) -> Iterator[int]:
         """Draw nothing."""
         yield from steps
 
@@ -111,7 +116,9 @@ class JsonOutput(Output):
         for row in rows:
             self._print("row", table=title, **dict(zip(columns, row, strict=True)))
 
-    def steps(self, steps: range, *, spent: Callable[[], float] | None = None) -> Iterator[int]:
+    def steps(
+        self, steps: range, *, spent: Callable[[], float] | None = None, what: str = ""
+    ) -> Iterator[int]:
         """Print progress about once a second."""
         started = printed = time.monotonic()
         for step in steps:
@@ -120,7 +127,12 @@ class JsonOutput(Output):
             if now - printed >= JSON_SECONDS or step == steps[-1]:
                 printed = now
                 left = (now - started) / done * (len(steps) - done)
-                fields = {"done": step + 1, "total": steps.stop, "seconds_left": round(left, 1)}
+                fields = {
+                    "what": what,
+                    "done": step + 1,
+                    "total": steps.stop,
+                    "seconds_left": round(left, 1),
+                }
                 self._print("progress", **fields, epsilon_spent=spent() if spent else None)
 
 

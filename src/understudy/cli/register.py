@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
+from understudy.data.reading import Reading
 from understudy.pipeline import load_data, register
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.registration import RegistrationTerms
@@ -17,8 +18,7 @@ def command(
     data: str,
     *,
     terms: Annotated[RegistrationTerms | None, Parameter(name="*")] = None,
-    unit: str = "record",
-    classes: int | None = None,
+    reading: Annotated[Reading | None, Parameter(name="*", negative_iterable=())] = None,
     ledger: Path | None = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
@@ -27,17 +27,14 @@ def command(
     Parameters
     ----------
     data
-        Name of a built-in set, or path of an .npz file.
-    unit
-        Unit of privacy: `record`, or the array that names each image's unit.
-    classes
-        Number of classes, if not the largest label plus one.
+        Name of a known set (digits, mnist, ...), or path of a folder or file of images.
     ledger
         The ledger, if not the user's own.
     """
     out = make_output(output)
+    images = load_data(data, progress=out, **vars(reading or Reading()))
     book = Ledger(ledger)
-    found = register(load_data(data, unit=unit, classes=classes), ledger=book, terms=terms)
+    found = register(images, ledger=book, terms=terms)
     facts = found.facts
     limit = f"lifetime epsilon {found.lifetime_epsilon:g}" if found.has_limit else "no limit"
     held = f", {100 * found.hold_out:g} % of the units held out" if found.hold_out else ""

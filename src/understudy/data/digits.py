@@ -10,28 +10,20 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 
-from understudy.data.images import LabelledImages, Normalisation, labelled_images
+from understudy.data.images import LabelledImages, labelled_images
 
-NORMALISATION = Normalisation(mean=(0.305,), std=(0.376,))
 TEST_EVERY = 5
 
 
 def read_digits() -> LabelledImages:
     """Return the digits, with their test split attached."""
+    from sklearn.datasets import load_digits
+
     bunch = load_digits()
     is_test = np.arange(len(bunch.target)) % TEST_EVERY == TEST_EVERY - 1
 
     def part(rows: NDArray[np.bool_]) -> LabelledImages:
-        return labelled_images(
-            bunch.images[rows] / 16,
-            bunch.target[rows],
-            classes=10,
-            name="digits",
-            source="digits",
-            normalisation=NORMALISATION,
-            is_public_benchmark=True,
-        )
+        return labelled_images(bunch.images[rows] / 16, bunch.target[rows], classes=10)
 
     return replace(part(~is_test), test=part(is_test))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from understudy.data.reading import RECORD, Reading
+from understudy.data.storage import CHUNK, allocate
 from understudy.errors import InvalidData
 
-MAX_CLASSES = 100
+MAX_CLASSES = 1000
 MIN_SIDE, MAX_SIDE = 4, 1024
 
 
@@ -36,9 +38,12 @@ class LabelledImages:
     class_names: tuple[str, ...]
     name: str = "array"
     source: str | None = None
-    unit: str = "record"
+    reading: Reading = field(default_factory=Reading)
+    unit: str = RECORD
     normalisation: Normalisation | None = None
     is_public_benchmark: bool = False
+    skipped: tuple[str, ...] = ()
+    """Images that could not be read and were left out, because the user said so."""
     test: LabelledImages | None = field(default=None)
 
     @property
@@ -64,16 +69,16 @@ def labelled_images(
 
     Args:
         images: uint8, or floats in [0, 1] (kept with 8 bits, as image files do); (n, h, w) for
-        grey,
-            (n, c, h, w), or (n, h, w, c) with 1 or 3 channels.
-        labels: whole numbers from 0 to classes - 1, one per image.
+            grey, (n, c, h, w), or (n, h, w, c) with 1 or 3 channels.
+        labels: one per image: whole numbers from 0 to classes - 1, or names of classes.
         units: the unit of privacy (a patient, a user) of each image: any values, equal for the same
             unit. By default each record is its own unit.
         unit: what such a unit is called in the certificate.
-        classes: the number of classes or their names; by default the largest label plus one.
+        classes: the number of classes or their names; by default the largest label plus one, or the
+            names that occur, sorted.
         **described: further fields of `LabelledImages`.
     """
-    pixels = _as_bytes(_as_nchw(np.asarray(images)))
+    pixels = pack_images(np.asarray(images))
     count = len(pixels)
     if count == 0:
         raise InvalidData("the set holds no images; give at least one image per class")
@@ -83,11 +88,54 @@ def labelled_images(
             f"labels have shape {given.shape}, expected ({count},), one label per image; "
             "check that images and labels belong together"
         )
+    if given.dtype.kind == "U":
+        given, classes = _numbered(given, classes)
     names = _class_names(given, classes)
     numbers = _check_labels(given, len(names))
     slots = np.arange(count) if units is None else _unit_slots(np.asarray(units), count)
-    name_of_unit = unit or ("record" if units is None else "group")
+    name_of_unit = unit or (RECORD if units is None else "group")
     return LabelledImages(pixels, numbers, slots, names, unit=name_of_unit, **described)
+
+
+def pack_images(images: NDArray[Any]) -> NDArray[np.uint8]:
+    """Check images and return them as uint8 (n, c, h, w); without a copy if they are that."""
+    ready = _as_nchw(images)
+    if ready.dtype == np.uint8 and ready.flags.c_contiguous and ready.flags.writeable:
+        return ready
+    rows = max(1, CHUNK // max(1, ready[:1].nbytes))
+    return pack_chunks(images.shape, (images[i : i + rows] for i in range(0, len(images), rows)))
+
+
+def pack_chunks(shape: Sequence[int], chunks: Iterable[NDArray[Any]]) -> NDArray[np.uint8]:
+    """Pack images of the given overall shape, in any accepted layout, that come piece by piece."""
+    like = _as_nchw(np.empty((0, *shape[1:]), np.uint8))
+    pixels = allocate((shape[0], *like.shape[1:]))
+    done = 0
+    for chunk in chunks:
+        pixels[done : done + len(chunk)] = _as_bytes(_as_nchw(chunk), first=done)
+        done += len(chunk)
+    return pixels
+
+
+def check_side(height: int, width: int) -> None:
+    """Refuse images too small or too large to learn from."""
+    if not (MIN_SIDE <= height <= MAX_SIDE and MIN_SIDE <= width <= MAX_SIDE):
+        raise InvalidData(
+            f"images are {height} x {width} pixels, expected sides of {MIN_SIDE} to {MAX_SIDE}; "
+            "resize them, or pass --size"
+        )
+
+
+def class_order(names: Iterable[str]) -> list[str]:
+    """Sort the names of classes: as numbers if they all are, else as text.
+
+    >>> class_order(["10", "9"]), class_order(["cat", "9"])
+    (['9', '10'], ['9', 'cat'])
+    """
+    distinct = set(names)
+    if all(name.isascii() and name.isdigit() for name in distinct):
+        return sorted(distinct, key=lambda name: (int(name), name))
+    return sorted(distinct)
 
 
 def _as_nchw(images: NDArray[Any]) -> NDArray[Any]:
@@ -100,34 +148,52 @@ def _as_nchw(images: NDArray[Any]) -> NDArray[Any]:
             f"images have shape {images.shape}, expected (n, h, w), (n, c, h, w) or (n, h, w, c) "
             "with 1 or 3 channels; reshape them"
         )
-    if not all(MIN_SIDE <= side <= MAX_SIDE for side in images.shape[2:]):
-        raise InvalidData(
-            f"images are {images.shape[2]} x {images.shape[3]} pixels, expected sides of "
-            f"{MIN_SIDE} to {MAX_SIDE}; resize them"
-        )
+    check_side(images.shape[2], images.shape[3])
     return images
 
 
-def _as_bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
+def _as_bytes(images: NDArray[Any], *, first: int) -> NDArray[np.uint8]:
+    """Convert to bytes; `first` is the number of the first image, for messages."""
     if images.dtype == np.uint8:
-        return np.ascontiguousarray(images)
+        return images
     if not np.issubdtype(images.dtype, np.floating):
         raise InvalidData(
             f"pixels are of type {images.dtype}, expected uint8 or floats in [0, 1]; convert them"
         )
     bad = ~np.isfinite(images)
     if bad.any():
-        record = int(np.argwhere(bad)[0][0])
+        record = first + int(np.argwhere(bad)[0][0])
         raise InvalidData(
-            f"{int(bad.sum())} pixels are NaN or infinite, the first in image {record}; "
-            "expected values in [0, 1]; repair or remove these images"
+            f"image {record} holds pixels that are NaN or infinite, expected values in [0, 1]; "
+            "repair or remove such images"
         )
     low, high = float(images.min(initial=0)), float(images.max(initial=0))
     if low < 0 or high > 1:
         raise InvalidData(
             f"float pixels range from {low:g} to {high:g}, expected [0, 1]; rescale them"
         )
-    return np.ascontiguousarray(np.rint(images * 255).astype(np.uint8))
+    pixels: NDArray[np.uint8] = np.rint(images * 255).astype(np.uint8)
+    return pixels
+
+
+def _numbered(
+    labels: NDArray[Any], classes: int | Sequence[str] | None
+) -> tuple[NDArray[np.int64], Sequence[str]]:
+    """Turn names of classes into numbers."""
+    found = class_order(labels.tolist())
+    names = list(classes) if isinstance(classes, Sequence) else found
+    if isinstance(classes, int) and classes != len(found):
+        raise InvalidData(
+            f"the labels name {len(found)} classes ({', '.join(found[:5])}, ...), not {classes}; "
+            "leave out --classes or correct the labels"
+        )
+    if unknown := [name for name in found if name not in names]:
+        raise InvalidData(
+            f"label '{unknown[0]}' is not one of the classes ({', '.join(names[:10])}); "
+            "correct it or declare the class"
+        )
+    number = {name: position for position, name in enumerate(names)}
+    return np.array([number[name] for name in labels.tolist()], np.int64), names
 
 
 def _class_names(labels: NDArray[Any], classes: int | Sequence[str] | None) -> tuple[str, ...]:

@@ -1,63 +1,155 @@
-"""Read `.npz` files: arrays `images`, `labels`, and optionally one that names each image's unit."""
+"""Read `.npz` files: arrays `images`, `labels`, and optionally one that names each image's unit.
+
+Arrays `test_images` and `test_labels` are the test split, `classes` the names of the classes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 
-from understudy.data.images import LabelledImages, labelled_images
+from understudy.data.arrays import assemble
+from understudy.data.images import LabelledImages, pack_chunks
+from understudy.data.reading import Reading
+from understudy.data.storage import CHUNK, existing, read_exactly, refuse_impossible
 from understudy.errors import InvalidData
 
+DAMAGE = (OSError, EOFError, zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError,
+          RuntimeError, KeyError, OverflowError, TypeError, SyntaxError)  # fmt: skip
+"""What zipfile and numpy raise on damaged files."""
 
-def read_npz(
-    path: Path,
-    *,
-    unit: str = "record",
-    classes: int | Sequence[str] | None = None,
-) -> LabelledImages:
-    """Read and check an `.npz` file.
 
-    Args:
-        path: the file.
-        unit: `record`, or the name of the array that holds each image's unit (`patient`, say).
-        classes: number or names of the classes, when the file has no array `classes`.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays: dict[str, Any] = {key: archive[key] for key in archive.files}
-    except FileNotFoundError:
-        raise InvalidData(f"{path} does not exist; check the path") from None
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
-        raise InvalidData(
-            f"{path} cannot be read as .npz ({error}); expected a file written by numpy.savez "
-            "without objects; write it again"
-        ) from error
-    for key in ("images", "labels"):
-        if key not in arrays:
+def read_npz(path: Path, reading: Reading) -> LabelledImages:
+    """Read and check an `.npz` file."""
+    with Archive(path) as archive:
+        return _read(archive, path, reading)
+
+
+def _read(archive: Archive, path: Path, reading: Reading) -> LabelledImages:
+    for key in ("images",) if reading.labels else ("images", "labels"):
+        if key not in archive:
             raise InvalidData(
-                f"{path} has no array '{key}' (found: {', '.join(sorted(arrays)) or 'nothing'}); "
+                f"{path} has no array '{key}' (found: {', '.join(sorted(archive)) or 'nothing'}); "
                 "expected 'images' and 'labels'"
             )
-    units = None
-    if unit != "record":
-        if unit not in arrays:
-            raise InvalidData(
-                f"{path} has no array '{unit}' to take units from (found: "
-                f"{', '.join(sorted(arrays))}); name one of them with --unit"
-            )
-        units = arrays[unit]
-    if classes is None and "classes" in arrays:
-        classes = [str(name) for name in arrays["classes"].ravel()]
-    return labelled_images(
-        arrays["images"],
-        arrays["labels"],
-        units=units,
-        unit=unit,
-        classes=classes,
-        name=path.stem,
-        source=str(path.resolve()),
+    names = [str(name) for name in archive["classes"].ravel()] if "classes" in archive else None
+    data = assemble(
+        archive.images("images"),
+        path,
+        reading,
+        labels=lambda: archive["labels"],
+        columns=archive,
+        classes=names,
     )
+    if "test_images" not in archive or "test_labels" not in archive:
+        return data
+    test = assemble(
+        archive.images("test_images"),
+        path,
+        replace(reading.of_test_split(data.class_names), labels=None),
+        labels=lambda: archive["test_labels"],
+    )
+    return replace(data, test=test)
+
+
+@dataclass(frozen=True)
+class _Header:
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool
+
+
+class Archive(Mapping[str, NDArray[Any]]):
+    """The arrays of an `.npz` file, each read when asked for, none beyond what the file holds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = existing(path)
+        try:
+            self._file = zipfile.ZipFile(path)
+        except DAMAGE as error:
+            raise self._damaged(error) from None
+        self._members = {
+            info.filename.removesuffix(".npy"): info
+            for info in self._file.infolist()
+            if info.filename.endswith(".npy")
+        }
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __getitem__(self, key: str) -> NDArray[Any]:
+        with self._opened(key) as (stream, header):
+            flat = np.empty(math.prod(header.shape) * header.dtype.itemsize, np.uint8)
+            read_exactly(f"{self._path}: {key}", stream, flat)
+            values: NDArray[Any] = flat.view(header.dtype)
+            if header.is_fortran:
+                return values.reshape(header.shape[::-1]).T
+            return values.reshape(header.shape)
+
+    def images(self, key: str) -> NDArray[np.uint8]:
+        """Read an array of images piece by piece, converting each to bytes."""
+        with self._opened(key) as (stream, header):
+            if header.is_fortran or len(header.shape) < 3:  # not laid out image by image
+                whole = self[key]
+                return pack_chunks(whole.shape, [whole])
+            return pack_chunks(header.shape, self._pieces(key, stream, header))
+
+    def _pieces(self, key: str, stream: IO[bytes], header: _Header) -> Iterator[NDArray[Any]]:
+        one = math.prod(header.shape[1:]) * header.dtype.itemsize
+        rows = max(1, CHUNK // max(1, one))
+        for start in range(0, header.shape[0], rows):
+            shape = (min(rows, header.shape[0] - start), *header.shape[1:])
+            piece = np.empty(shape[0] * one, np.uint8)
+            read_exactly(f"{self._path}: {key}", stream, piece)
+            yield piece.view(header.dtype).reshape(shape)
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[IO[bytes], _Header]]:
+        """Open a member and read its header; refuse one that claims what it cannot hold."""
+        member, name = self._members[key], f"{self._path}: {key}"
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InvalidData(f"{name} is compressed in an unusual way; write it with numpy.savez")
+        try:
+            with self._file.open(member) as stream:
+                header = _header(stream)
+                if header.dtype.hasobject:
+                    raise InvalidData(f"{name} holds Python objects, expected numbers or text")
+                claimed = math.prod(header.shape) * header.dtype.itemsize
+                compressed = member.compress_type == zipfile.ZIP_DEFLATED
+                refuse_impossible(name, claimed, member.compress_size, compressed=compressed)
+                yield stream, header
+        except DAMAGE as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: Exception) -> InvalidData:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return InvalidData(
+            f"{self._path} cannot be read as .npz ({reason}); expected a file written by "
+            "numpy.savez without objects; write it again"
+        )
+
+
+def _header(stream: IO[bytes]) -> _Header:
+    is_old = npy.read_magic(stream) == (1, 0)
+    read = npy.read_array_header_1_0 if is_old else npy.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    return _Header(shape, dtype, is_fortran)

@@ -1,37 +1,129 @@
-"""Find the decoder for what the user named."""
+"""Find the decoder for what the user named: a known set or a path."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from dataclasses import replace
 from pathlib import Path
 
+from understudy.data.catalogue import CATALOGUE, KnownSet, known_set, suggestion
+from understudy.data.cifar import is_cifar, read_cifar
+from understudy.data.decode import converted
 from understudy.data.digits import read_digits
+from understudy.data.fetch import fetch, stored
+from understudy.data.folder import read_folder
+from understudy.data.idx import is_idx, read_idx
 from understudy.data.images import LabelledImages
+from understudy.data.mosaic import is_mosaic, read_mosaic
 from understudy.data.npz import read_npz
+from understudy.data.parquet import is_parquet, read_parquet
+from understudy.data.reading import RECORD, Reading
 from understudy.errors import InvalidData
-
-BUILT_IN = {"digits": read_digits}
+from understudy.progress import Progress
 
 
 def read_source(
-    source: str | Path,
-    *,
-    unit: str = "record",
-    classes: int | Sequence[str] | None = None,
+    source: str | Path, reading: Reading | None = None, progress: Progress | None = None
 ) -> LabelledImages:
-    """Read the data set called `source`: the name of a built-in set or a path.
+    """Read the data set called `source`: the name of a known set, or a path.
 
     >>> read_source("digits")
     <LabelledImages digits: 10 classes, shape (1, 8, 8)>
     """
-    if str(source) in BUILT_IN:
-        if unit != "record":
-            raise InvalidData(f"the built-in set {source} has no unit '{unit}'; leave out --unit")
-        return BUILT_IN[str(source)]()
-    path = Path(source)
+    how, report = reading or Reading(), progress or Progress()
+    if str(source) in CATALOGUE:
+        return _read_known(known_set(str(source)), how, report)
+    data = read_path(Path(source), how, report)
+    if data.skipped:
+        report.say(
+            f"{len(data.skipped)} images could not be read and are left out, the first "
+            f"{data.skipped[0]}"
+        )
+    return _dressed(data, known_set(how.like)) if how.like else data
+
+
+def read_path(path: Path, reading: Reading, progress: Progress) -> LabelledImages:
+    """Read a file or a folder, whichever format it has."""
+    if not path.exists():
+        raise InvalidData(
+            f"{path} does not exist{suggestion(str(path), CATALOGUE)}; expected the path of a "
+            f"folder or file, or a known set ({', '.join(CATALOGUE)})"
+        )
+    if is_idx(path):
+        return read_idx(path, reading)
+    if is_cifar(path):
+        return read_cifar(path, reading)
+    if is_parquet(path):
+        return read_parquet(path, reading, progress)
     if path.suffix == ".npz":
-        return read_npz(path, unit=unit, classes=classes)
-    found = "does not exist" if not path.exists() else f"has the ending '{path.suffix}'"
-    raise InvalidData(
-        f"{source} {found}; expected a built-in set ({', '.join(BUILT_IN)}) or the path of an .npz"
+        return read_npz(path, reading)
+    if not path.is_dir():
+        raise InvalidData(
+            f"{path} has the ending '{path.suffix}'; expected .npz, .parquet, IDX (-ubyte, .idx, "
+            "each also .gz), CIFAR's .bin, or a folder of images"
+        )
+    if is_mosaic(path):
+        return read_mosaic(path, reading, progress)
+    return read_folder(path, reading, progress)
+
+
+def _read_known(known: KnownSet, reading: Reading, progress: Progress) -> LabelledImages:
+    """Read a known set. What was verified to be public is exempt from a lifetime budget."""
+    if reading.unit != RECORD:
+        raise InvalidData(f"the known set {known.name} has no unit '{reading.unit}'; leave it out")
+    how = replace(reading, classes=known.class_names)
+    if known.name == "digits":
+        data = read_digits()
+        test = data.test
+        assert test is not None
+        data = replace(
+            data,
+            images=converted(data.images, how),
+            test=replace(test, images=converted(test.images, how)),
+        )
+    elif known.can_be_fetched:
+        folder = fetch(known, data_dir=reading.data_dir, progress=progress)
+        data = read_path(folder, how, progress)
+    else:
+        data = read_path(_placed(known, reading), how, progress)
+    is_verified = known.name == "digits" or known.can_be_fetched
+    return replace(
+        _dressed(data, known),
+        name=known.name,
+        source=known.name,
+        is_public_benchmark=is_verified,
+        reading=how.from_anywhere(),
     )
+
+
+def _placed(known: KnownSet, reading: Reading) -> Path:
+    """Return where the user put a known set that we cannot fetch."""
+    given = reading.data_dir or os.environ.get("UNDERSTUDY_DATA")
+    folders = [Path(given)] if given else []
+    for folder in (*folders, stored(known).parent):
+        for path in (folder / f"{known.name}.npz", folder / known.name):
+            if path.exists():
+                return path
+    raise InvalidData(
+        f"{known.name} ({known.title}) cannot be fetched; put {known.name}.npz with images, "
+        f"labels, test_images and test_labels, or a folder {known.name}/ of images, into "
+        f"{folders[0] if folders else stored(known).parent}"
+    )
+
+
+def _dressed(data: LabelledImages, known: KnownSet) -> LabelledImages:
+    """Give a set the public constants of a known one."""
+    if data.shape[0] != known.shape[0]:
+        if len(set(known.normalisation.mean)) > 1:
+            raise InvalidData(
+                f"{data.name} has {data.shape[0]} channels, {known.name} {known.shape[0]}; its "
+                "normalisation constants do not fit; leave out --like or --channels"
+            )
+        return data
+    numbered = tuple(str(n) for n in range(len(known.class_names)))
+    takes_names = data.class_names == numbered
+    names = known.class_names if takes_names else data.class_names
+    test = data.test and replace(
+        data.test, class_names=names, name=data.name, normalisation=known.normalisation
+    )
+    return replace(data, class_names=names, normalisation=known.normalisation, test=test)

@@ -89,7 +89,7 @@ def downstream_accuracy(
             "classes; expected the same classes"
         )
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (facts.mean, facts.std))
-    train, test = (synthetic.images - mean) / std, (real.images - mean) / std
+    train = (synthetic.images - mean) / std
     network = ConvNet(facts.shape, facts.classes, protocol.width)
     sgd = SGD(
         lr=protocol.lr,
@@ -112,10 +112,13 @@ def downstream_accuracy(
             augment=crop_scale_rotate,
         )
         predicted = torch.cat(
-            [network(params, part).argmax(1) for part in torch.split(test, TEST_BATCH)]
+            [
+                network(params, (part.float() / 255 - mean) / std).argmax(1)
+                for part in torch.split(real.images, TEST_BATCH)
+            ]
         )
         accuracies.append(_share_equal(predicted, real.labels))
-    return DownstreamAccuracy(tuple(accuracies), real.what, len(test), protocol)
+    return DownstreamAccuracy(tuple(accuracies), real.what, len(real.labels), protocol)
 
 
 def _share_equal(a: Tensor, b: Tensor) -> float:

@@ -21,7 +21,7 @@ class RealImages:
     """Real records in the clear."""
 
     images: Tensor
-    """(n, c, h, w) in [0, 1]."""
+    """(n, c, h, w), uint8."""
     labels: Tensor
     what: str
     """Where they come from, in words."""
@@ -45,5 +45,5 @@ def disclose_test_set(
 ) -> RealImages:
     """Return a test set that the custodian named."""
     ledger.disclose(data_set, what=f"test set {data.name}", purpose=purpose)
-    images = torch.from_numpy(data.images).float() / 255
+    images = torch.from_numpy(data.images)
     return RealImages(images, torch.from_numpy(data.labels), f"test set {data.name}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from understudy.data.images import LabelledImages
 from understudy.privacy.sealed import Sealed
 
-ROW_BYTES = 64 * 2**20
+ROW_BYTES = 16 * 2**20
 """Memory that the rows of one chunk may take, whatever the batch."""
 MOST_RECORDS = 256
 """Records that a function sees at once."""
@@ -24,12 +24,13 @@ Contribution = Callable[[Tensor, Tensor], Tensor]
 class Records(Sealed):
     """Hold images, labels and the slot of each unit; a slot may be empty."""
 
-    __slots__ = ("_images", "_labels", "_starts")
+    __slots__ = ("_images", "_labels", "_places", "_starts")
 
-    def __init__(self, images: Tensor, labels: Tensor, starts: Tensor) -> None:
-        self._images = images  # (n, c, h, w) uint8, sorted by unit
+    def __init__(self, images: Tensor, labels: Tensor, places: Tensor, starts: Tensor) -> None:
+        self._images = images  # (n, c, h, w) uint8, in the order of the source, maybe on disk
         self._labels = labels  # (n,)
-        self._starts = starts  # (units + 1,): unit u owns records starts[u] to starts[u + 1]
+        self._places = places  # where each record of these units is in the two above, by unit
+        self._starts = starts  # (units + 1,): unit u owns places starts[u] to starts[u + 1]
 
     @classmethod
     def from_units(
@@ -52,8 +53,9 @@ class Records(Sealed):
             order, slots = order[position < max_per_unit], slots[position < max_per_unit]
         starts = np.searchsorted(slots, np.arange(len(units) + 1))
         return cls(
-            torch.from_numpy(data.images[order]).to(device),
-            torch.from_numpy(data.labels[order]).to(device),
+            torch.from_numpy(data.images).to(device),
+            torch.from_numpy(data.labels).to(device),
+            torch.from_numpy(order).to(device),
             torch.from_numpy(starts).to(device),
         )
 
@@ -83,8 +85,9 @@ class Records(Sealed):
             yield rows
 
     def _contributions(self, records: Tensor, contribution: Contribution) -> Tensor:
-        return contribution(self._images[records].float() / 255, self._labels[records])
+        places = self._places[records]
+        return contribution(self._images[places].float() / 255, self._labels[places])
 
     def all_in_the_clear(self) -> tuple[Tensor, Tensor]:
-        """Return images in [0, 1] and labels. Only `disclosure` may call it."""
-        return self._images.float() / 255, self._labels
+        """Return images (as bytes) and labels. Only `disclosure` may call it."""
+        return self._images[self._places], self._labels[self._places]

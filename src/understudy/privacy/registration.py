@@ -117,13 +117,19 @@ def find(ledger: Ledger, data: LabelledImages, *, name: str | None = None) -> Re
     known = ledger.data_sets(
         "name = ? OR source = ? OR pixels = ?", (name or "", data.source or "", pixels)
     )
-    if known:
+    if not known:
+        return None
+    row, what = known[-1], data.source or data.name
+    facts = PublicFacts.from_json(json.loads(row["facts"]))
+    if row["pixels"] == pixels and facts.unit != data.unit:
         raise DataChanged(
-            f"{data.source or data.name} does not hold what was registered as "
-            f"'{known[-1]['name']}'; pass --new-version-of {known[-1]['name']} to go on with its "
-            "budget, or --unrelated if no unit is in both"
+            f"{what} is registered as '{row['name']}' with unit {facts.unit}, now it is read with "
+            f"unit {data.unit}; pass the --unit that it was registered with"
         )
-    return None
+    raise DataChanged(
+        f"{what} does not hold what was registered as '{row['name']}'; pass --new-version-of "
+        f"{row['name']} to go on with its budget, or --unrelated if no unit is in both"
+    )
 
 
 def find_exactly(

@@ -1,0 +1,162 @@
+"""Read parquet tables with a column of encoded images, as Hugging Face `datasets` writes them.
+
+One file, or a folder of them: files whose names start with `test` are the test split.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from understudy.data.decode import ImageFile, decode_images
+from understudy.data.images import LabelledImages, labelled_images
+from understudy.data.reading import Pointer, Reading
+from understudy.data.tables import values_at
+from understudy.errors import InvalidData
+from understudy.progress import Progress
+
+ROWS_AT_ONCE = 64
+IMAGE_COLUMNS = ("image", "img")
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether `path` is a file or a folder of this format."""
+    return any(path.rglob("*.parquet")) if path.is_dir() else path.suffix == ".parquet"
+
+
+def read_parquet(path: Path, reading: Reading, progress: Progress) -> LabelledImages:
+    """Read and check a parquet table."""
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    test = [file for file in files if path.is_dir() and file.name.startswith("test")]
+    unused = [f for f in files if path.is_dir() and f.name.startswith(("val", "dev"))]
+    train = [file for file in files if file not in test and file not in unused]
+    if unused:
+        progress.say(f"{path}: {len(unused)} files of a validation split are left unread")
+    if not train:
+        raise InvalidData(f"{path} holds no training table; expected names such as train-*.parquet")
+    data = _read(train, path, reading, progress)
+    if not test:
+        return data
+    plain = reading.of_test_split(data.class_names)
+    return replace(data, test=_read(test, path, plain, progress))
+
+
+def _read(
+    files: Sequence[Path], source: Path, reading: Reading, progress: Progress
+) -> LabelledImages:
+    tables = [_Table.open(file) for file in files]
+    count = sum(table.rows for table in tables)
+    label_at = reading.label_pointer() or Pointer("label", column="label")
+    unit_at = reading.unit_pointer()
+    names = {p.column for p in (label_at, unit_at) if p and p.column}
+    columns = {name: [value for table in tables for value in table.values(name)] for name in names}
+    labels = np.array(values_at(label_at, count, columns)[1])
+    unit, units = values_at(unit_at, count, columns) if unit_at else (None, None)
+    decoded = decode_images(
+        (image for table in tables for image in table.images()), count, reading, progress
+    )
+    classes = reading.classes
+    if classes is None and label_at.column:
+        classes = tables[0].class_names(label_at.column)
+    return labelled_images(
+        decoded.images,
+        labels[decoded.kept],
+        units=np.array(units)[decoded.kept] if units is not None else None,
+        unit=unit,
+        classes=classes,
+        name=source.stem,
+        source=str(source.resolve()),
+        reading=reading.from_anywhere(),
+        skipped=decoded.skipped,
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One parquet file, read a few rows at a time."""
+
+    path: Path
+    file: Any  # pyarrow.parquet.ParquetFile
+
+    @classmethod
+    def open(cls, path: Path) -> _Table:
+        try:
+            from pyarrow import parquet
+        except ImportError:
+            raise InvalidData(
+                f"reading {path.name} needs pyarrow; install it: pip install 'understudy[parquet]'"
+            ) from None
+        try:
+            file = parquet.ParquetFile(path)
+        except Exception as error:  # pyarrow's errors have no common base of their own
+            raise _damaged(path, error) from None
+        table = cls(path, file)
+        # A row holds an encoded image, which no encoding brings below one byte.
+        if table.rows > path.stat().st_size:
+            raise InvalidData(
+                f"{path} says that it holds {table.rows} images, but is {path.stat().st_size} "
+                "bytes long; it is damaged; copy it again"
+            )
+        if table.rows == 0:
+            raise InvalidData(f"{path} holds no rows; expected one per image")
+        return table
+
+    @property
+    def rows(self) -> int:
+        return int(self.file.metadata.num_rows)
+
+    def values(self, name: str) -> list[Any]:
+        """Return a column of numbers or text."""
+        if name not in self.file.schema_arrow.names:
+            raise InvalidData(
+                f"{self.path} has no column '{name}' (found: "
+                f"{', '.join(self.file.schema_arrow.names)}); name one with --labels or --unit"
+            )
+        return [value for column in self._batches(name) for value in column.to_pylist()]
+
+    def images(self) -> Iterator[ImageFile]:
+        """Yield the encoded images."""
+        column = self._image_column()
+        row = 0
+        for part in self._batches(column):
+            for value in part.to_pylist():
+                content = value.get("bytes") if isinstance(value, dict) else value
+                name = f"{self.path}, row {row}"
+                yield ImageFile(name, content if isinstance(content, bytes) else b"")
+                row += 1
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Return the names that `datasets` keeps beside the schema, if there are any."""
+        kept = (self.file.schema_arrow.metadata or {}).get(b"huggingface", b"")
+        try:
+            feature = json.loads(kept)["info"]["features"][column]
+            return [str(name) for name in feature["names"]]
+        except (TypeError, KeyError, ValueError):
+            return None
+
+    def _image_column(self) -> str:
+        names = self.file.schema_arrow.names
+        found = [name for name in IMAGE_COLUMNS if name in names]
+        if not found:
+            raise InvalidData(
+                f"{self.path} has no column '{IMAGE_COLUMNS[0]}' (found: {', '.join(names)}); "
+                "rename the column of encoded images"
+            )
+        return found[0]
+
+    def _batches(self, column: str) -> Iterator[Any]:
+        try:
+            for batch in self.file.iter_batches(ROWS_AT_ONCE, columns=[column]):
+                yield batch.column(0)
+        except Exception as error:
+            raise _damaged(self.path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> InvalidData:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return InvalidData(f"{path} cannot be read as parquet ({reason}); copy it again")

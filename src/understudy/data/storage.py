@@ -1,0 +1,74 @@
+"""Where decoded pixels live: in memory, or in an unnamed file mapped into it when they are many.
+
+A header is a claim. Nothing is allocated for a claim that the file could not keep, and disk space
+is taken before it is written to, so that neither a lying file nor a full disk ends in a crash.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from understudy.errors import InvalidData
+from understudy.files import home, make_directory, storage_errors
+
+IN_MEMORY = 256 * 2**20
+"""Pixels beyond this many bytes are kept in a file that only this process can see."""
+DEFLATE_RATIO = 1032
+"""A deflate stream holds at most this many bytes per byte of its own."""
+CHUNK = 2**22
+
+
+def allocate(shape: Sequence[int]) -> NDArray[np.uint8]:
+    """Return room for pixels, its content undefined."""
+    size = math.prod(shape)
+    if size <= IN_MEMORY:
+        return np.empty(tuple(shape), np.uint8)
+    directory = home() / "scratch"
+    make_directory(directory, mode=0o700)
+    # The file has no name: nobody else can open it, and it is gone when the process is.
+    with storage_errors(directory), tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return np.asarray(np.memmap(file, np.uint8, "r+", shape=tuple(shape)))
+
+
+def refuse_impossible(name: str, claimed: int, file_bytes: int, *, compressed: bool) -> None:
+    """Refuse a header that claims more bytes than a file of `file_bytes` can hold."""
+    most = file_bytes * DEFLATE_RATIO if compressed else file_bytes
+    if claimed > most:
+        raise InvalidData(
+            f"{name} says that it holds {claimed} bytes of data, but is {file_bytes} bytes long; "
+            "it is damaged or was cut short; copy it again"
+        )
+
+
+def read_exactly(
+    name: str, stream: IO[bytes] | io.BufferedIOBase, array: NDArray[np.uint8]
+) -> None:
+    """Fill `array`, a piece at a time; refuse a stream that ends early."""
+    room = memoryview(array.reshape(-1))  # type: ignore[arg-type]
+    done = 0
+    while done < len(room):
+        piece = stream.read(min(CHUNK, len(room) - done))
+        if not piece:
+            raise InvalidData(
+                f"{name} ends after {done} of {len(room)} bytes of data; it is damaged or was cut "
+                "short; copy it again"
+            )
+        room[done : done + len(piece)] = piece
+        done += len(piece)
+
+
+def existing(path: Path) -> Path:
+    """Return `path`, refusing one that does not exist."""
+    if not path.exists():
+        raise InvalidData(f"{path} does not exist; check the path")
+    return path

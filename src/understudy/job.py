@@ -1,0 +1,229 @@
+"""One run: from what was asked for to a finished directory with its certificate."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from understudy import __version__
+from understudy.card import About, data_card
+from understudy.errors import Interrupted, InvalidSettings
+from understudy.methods import load_method
+from understudy.methods.method import Configured, Method, configure
+from understudy.privacy import certificate as certificates
+from understudy.privacy.certificate import Certificate
+from understudy.privacy.curator import Curator, Pace
+from understudy.privacy.ledger import Ledger
+from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
+from understudy.privacy.vault import Vault
+from understudy.progress import Progress
+from understudy.runs import SET_FILE, RunDirectory
+from understudy.synthetic import SyntheticSet
+
+RELEASED_FILES = {
+    SET_FILE: "`images` (float32, n x c x h x w, in [0, 1]) and `labels` (int64)",
+    "contact_sheet.png": "some of the images, one row per class",
+    certificates.FILE_NAME: "the guarantee; `understudy verify` checks it",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run."""
+
+    synthetic: SyntheticSet
+    certificate: Certificate
+    directory: Path
+
+    @property
+    def images(self) -> Tensor:
+        """Return the synthetic images (n, c, h, w), in [0, 1]."""
+        return self.synthetic.images
+
+    @property
+    def labels(self) -> Tensor:
+        """Return their labels (n,)."""
+        return self.synthetic.labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a run is asked to do: everything that must be the same when it is resumed."""
+
+    method: str = "psg"
+    epsilon: float = 10.0
+    delta: float = 1e-5
+    accountant: Accountant = "pld"
+    preset: str = "auto"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    allow_large_delta: bool = False
+
+    def budget(self) -> Budget:
+        """Return the guarantee asked for."""
+        return Budget(epsilon=self.epsilon, delta=self.delta, accountant=self.accountant)
+
+
+def planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Plan]:
+    """Complete the settings and plan the releases; refuses whatever cannot work."""
+    asked.budget().check_delta(facts.units, allow_large=asked.allow_large_delta)
+    method_class = load_method(asked.method)
+    configured = configure(
+        method_class, facts, asked.epsilon, preset=asked.preset, settings=asked.settings
+    )
+    method = method_class(configured.config, facts, seed=asked.seed)
+    return configured, method, method.plan()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, from its settings to its finished directory."""
+
+    vault: Vault
+    ledger: Ledger
+    directory: RunDirectory
+    asked: Request
+    origin: Mapping[str, Any]
+    """Where the records came from and how they were read, for evaluation to read them again."""
+    resume: bool
+
+    def run(self, progress: Progress) -> Result:
+        """Do it, whole or resumable."""
+        asked = self.asked
+        configured, method, plan = planned(asked, self.vault.facts)
+        with self.directory.locked(), _stop_signals() as should_stop:
+            run_id = secrets.token_hex(8)
+            try:
+                run_id = self._begin(configured, run_id)
+                curator = self.vault.open(
+                    plan,
+                    asked.budget(),
+                    self.ledger,
+                    workspace=self.directory.blocks,
+                    run_id=run_id,
+                    method=asked.method,
+                    pace=Pace(should_stop=should_stop),
+                    allow_large_delta=asked.allow_large_delta,
+                )
+                progress.say(_describe(curator, configured))
+                synthetic = method.run(curator, progress)
+                return self._finish(run_id, configured, curator, synthetic)
+            except BaseException as error:
+                if isinstance(error, Interrupted):
+                    error.exit_code = 128 + should_stop.signal
+                # Before the first block nothing was released: leave no charge and no directory.
+                if not self.resume and (
+                    self.ledger.run(run_id) is None or self.ledger.cancel(run_id)
+                ):
+                    self.directory.discard()
+                raise
+
+    def _begin(self, configured: Configured, run_id: str) -> str:
+        """Write the run's settings, or check that an unfinished run has the same."""
+        epsilon = self.asked.epsilon
+        settings = {
+            "data_set": self.vault.registration.name,
+            "unit": self.vault.facts.unit,
+            "request": asdict(self.asked)
+            | {"epsilon": epsilon if math.isfinite(epsilon) else "inf"},
+            "config": asdict(configured.config),
+        }
+        if not (self.resume and self.directory.has_settings):  # killed before it began: begin
+            where = {"ledger": str(self.ledger.path.resolve())} | dict(self.origin)
+            self.directory.begin(settings | where | {"run": run_id, "understudy": __version__})
+            return run_id
+        stored = self.directory.settings()
+        for key, value in settings.items():
+            if stored.get(key) != value:
+                raise InvalidSettings(
+                    f"the unfinished run has other settings: {key} is {stored.get(key)}, now "
+                    f"{value}; repeat the command that started it"
+                )
+        return str(stored["run"])
+
+    def _finish(
+        self, run_id: str, configured: Configured, curator: Curator, synthetic: SyntheticSet
+    ) -> Result:
+        asked, registration, budget = self.asked, self.vault.registration, self.asked.budget()
+        about = About(
+            name=registration.name,
+            method=asked.method,
+            facts=curator.facts,
+            epsilon=curator.calibration.epsilon if curator.has_guarantee else None,
+            delta=budget.delta,
+        )
+        files = {
+            SET_FILE: synthetic.to_bytes(),
+            "contact_sheet.png": synthetic.contact_sheet(),
+            "README.md": data_card(about, synthetic, RELEASED_FILES).encode(),
+        }
+        certificate = certificates.issue(
+            curator,
+            registration=registration,
+            budget=budget,
+            ledger=self.ledger,
+            run_id=run_id,
+            method={
+                "name": asked.method,
+                "settings": asdict(configured.config),
+                "preset": configured.preset,
+                "preset_tuned_on": configured.tuned_on,
+                "seed": asked.seed,
+                "public_inputs": [],
+                "understudy": __version__,
+            },
+            files=files,
+            allow_large_delta=asked.allow_large_delta,
+        )
+        files[certificates.FILE_NAME] = certificate.to_bytes()
+        self.ledger.finish(run_id, certificate.content["seal"])
+        self.directory.finish(files)
+        return Result(synthetic, certificate, self.directory.path)
+
+
+def _describe(curator: Curator, configured: Configured) -> str:
+    calibration, plan = curator.calibration, curator.plan
+    noise = f"noise multiplier {calibration.noise_multiplier:.4g}"
+    resuming = f"; resuming after {curator.released}" if curator.released else ""
+    return (
+        f"preset {configured.preset}; {plan.total} releases planned, {noise}, "
+        f"epsilon {calibration.epsilon:.4g} reserved{resuming}"
+    )
+
+
+class _StopRequest:
+    """Whether a signal asked to stop. A second one stops at once, without a commit."""
+
+    signal = 0
+
+    def handle(self, number: int, _: Any) -> None:
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def __call__(self) -> bool:
+        return bool(self.signal)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_StopRequest]:
+    """Turn the first SIGINT or SIGTERM into a request to stop at the next committed block."""
+    stop = _StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
