@@ -25,11 +25,12 @@ from understudy.errors import InvalidSettings, OutputExists
 from understudy.files import make_directory, storage_errors, sync_directory, write_file
 from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Certificate
-from understudy.runs import SET_FILE, partial
+from understudy.runs import SET_FILE
 from understudy.synthetic import SyntheticSet
 
 Format = Literal["png", "npz", "safetensors", "parquet", "idx"]
 Files = Iterator[tuple[str, bytes]]
+EXPORTING = ".exporting"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def export_release(
             "--without-guarantee to export it all the same"
         )
     synthetic = SyntheticSet.load(release / SET_FILE)
-    working = partial(directory)
+    working = directory.with_name(f"{directory.name}{EXPORTING}")
     shutil.rmtree(working, ignore_errors=True)  # an export cut short
     try:
         _write(working, synthetic, certificate, FORMS[to])
@@ -137,6 +138,8 @@ def _safetensors(synthetic: SyntheticSet) -> Files:
 
 
 def _idx(synthetic: SyntheticSet) -> Files:
+    if len(synthetic.class_names) > 256:
+        raise InvalidSettings("an IDX file holds labels up to 255; choose another format")
     images = _bytes(synthetic)
     images = images[..., 0] if images.shape[3] == 1 else images
     for name, array in (("images", images), ("labels", np.asarray(synthetic.labels, np.uint8))):

@@ -91,7 +91,7 @@ def make_directory(path: Path, *, mode: int = 0o755) -> None:
     """Create `path`, and the parents it lacks, with `mode`."""
     with storage_errors(path):
         for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
-            missing.mkdir(mode=mode)
+            missing.mkdir(mode=mode, exist_ok=True)
             missing.chmod(mode)
         path.chmod(mode)
         sync_directory(path.parent)

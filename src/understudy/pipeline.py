@@ -262,7 +262,9 @@ def evaluate(
     run, report = RunDirectory(Path(directory)), progress or Progress()
     result = load_result(directory)
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
-    with _opened(ledger or _ledger_of(directory), create=False) as book:
+    # Whoever received a release has no ledger of it: the reading goes into a ledger of their own.
+    received = not run.has_private_part
+    with _opened(ledger or _ledger_of(directory), create=received) as book:
         real = _real_images(run, test, facts, book, report)
         accuracy = downstream_accuracy(
             result.synthetic,

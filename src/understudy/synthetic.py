@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
 
     def to_bytes(self) -> bytes:
         """Serialise as safetensors."""
-        names = "\n".join(self.class_names)
+        names = json.dumps(self.class_names)
         return save_tensors(
             {"images": self.images.contiguous(), "labels": self.labels.contiguous()},
             metadata={"class_names": names},
@@ -59,9 +60,9 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
         try:
             tensors = load_tensors(path.read_bytes())
             with safetensors.safe_open(path, framework="pt") as file:
-                names = tuple((file.metadata() or {})["class_names"].split("\n"))
+                names = tuple(map(str, json.loads((file.metadata() or {})["class_names"])))
             return cls(tensors["images"], tensors["labels"], names)
-        except (OSError, KeyError, safetensors.SafetensorError) as error:
+        except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
             raise InvalidData(
                 f"{path} cannot be read as a synthetic set ({error}); expected a file written by "
                 "understudy; verify the directory"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -240,3 +242,13 @@ def test_export_on_the_command_line(folder, capsys):  # noqa: F811
     assert code == 2
     assert "pass a test set with --test" in err
     assert not ledgers.Ledger(folder / "ledger.sqlite").disclosures(1)
+
+
+def test_the_example_of_the_docs_runs(folder, capsys):  # noqa: F811
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    example = page.rpartition("```python\n")[2].partition("```")[0]
+    assert call("generate", "digits", *TINY, capsys=capsys)[0] == 0
+    done = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, check=True
+    )
+    assert "accuracy on real digits: 0." in done.stdout

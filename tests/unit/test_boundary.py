@@ -193,7 +193,7 @@ def test_changing_one_record_changes_only_what_is_released(ledger, tmp_path):
         data = some_images(40, name=f"world{blank}")
         if blank:
             data.images[7] = 0
-        vault = a_vault(ledger, data)
+        vault = a_vault(ledger, data, unrelated=blank)
         access = access_to(data, select=tuple(u for u in range(40) if u != 7))
         configured = configure(PSG, vault.facts, 10, settings={"rounds": 1, "outer": 1})
         method = PSG(configured.config, vault.facts, seed=0)

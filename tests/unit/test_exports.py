@@ -18,6 +18,7 @@ import understudy
 from understudy.data.sources import read_source
 from understudy.errors import InvalidSettings, OutputExists, StorageError, VerificationFailed
 from understudy.exports import FORMS, folder_names
+from understudy.synthetic import SyntheticSet
 
 QUICK = {"settings": {"rounds": 1, "outer": 1, "batches": 1}, "accountant": "renyi"}
 
@@ -172,3 +173,17 @@ def test_a_full_disk_leaves_nothing(release, tmp_path, monkeypatch):
         understudy.export(release, to="png", out=tmp_path / "out")
     assert len(written) == 6
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unfinished_run_of_the_same_name_is_left_alone(release, tmp_path):
+    (tmp_path / "out.partial" / "private").mkdir(parents=True)
+    understudy.export(release, to="npz", out=tmp_path / "out")
+    assert (tmp_path / "out.partial" / "private").is_dir()
+
+
+def test_idx_holds_no_labels_above_255():
+    many = SyntheticSet(
+        torch.zeros(300, 1, 8, 8), torch.arange(300), tuple(str(n) for n in range(300))
+    )
+    with pytest.raises(InvalidSettings, match="up to 255"):
+        list(FORMS["idx"].write(many))

@@ -98,7 +98,7 @@ def test_from_a_local_folder_plain_or_packed(machine, monkeypatch):
     monkeypatch.setenv("UNDERSTUDY_HOME", str(machine / "other"))
     monkeypatch.setenv("UNDERSTUDY_DATA", str(machine / "data"))
     assert len(read_source("tiny").images) == 20
-    with pytest.raises(InvalidData, match="has no unit 'patient'"):
+    with pytest.raises(InvalidData, match="--unit patient cannot be given"):
         read_source("tiny", Reading(unit="patient"))
 
 
@@ -280,3 +280,56 @@ def test_the_catalogue_is_whole(name):
     assert len(set(entry.class_names)) == len(entry.class_names)
     assert all(len(digest) == 64 for digest in entry.files.values())
     assert bool(entry.files) == bool(entry.web)
+
+
+def test_a_page_of_the_hotel_does_not_stay(server):
+    """What a captive portal answered once is not kept as the download."""
+    handler, tiny = server
+    right, handler.content = handler.content, b"<html>please log in</html>"
+    with pytest.raises(InvalidData, match=r"tiny.tar.gz|not a gzip|could not be opened"):
+        fetch.fetch(tiny, progress=QUIET)
+    handler.content = right
+    assert fetch.fetch(tiny, progress=QUIET).is_dir()
+
+
+def test_other_archives_in_the_folder_stay_where_they_are(machine):
+    folder = data_dir(machine, {"notes.txt": b"x"})
+    packed(machine, {"secret_patient.dcm": b"secret"}).rename(folder / "tiny" / "b.tar.gz")
+    with pytest.raises(InvalidData):
+        fetch.fetch(known(), data_dir=folder, progress=QUIET)
+    assert not list((machine / "home").rglob("secret*"))
+
+
+def test_files_placed_in_the_store_itself_are_used_and_never_lost(machine):
+    place = fetch.stored(known())
+    place.mkdir(parents=True)
+    (place / "train-images-idx3-ubyte.gz").write_bytes(
+        gzip.compress(FILES["train-images-idx3-ubyte"])
+    )
+    with pytest.raises(InvalidData, match="no train-labels-idx1-ubyte there"):
+        fetch.fetch(known(), progress=QUIET)
+    assert (place / "train-images-idx3-ubyte.gz").exists()
+    for name, content in FILES.items():
+        (place / f"{name}.gz").write_bytes(gzip.compress(content))
+    folder = fetch.fetch(known(), progress=QUIET)
+    assert {p.name for p in folder.iterdir()} == set(FILES)
+
+
+def test_a_stored_set_with_other_files_is_not_taken_for_verified(machine, monkeypatch):
+    folder = fetch.fetch(known(), data_dir=data_dir(machine, FILES), progress=QUIET)
+    (folder / "train-images-idx3-aaa").write_bytes(idx_bytes(pictures(20, seed=9)))
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", known())
+    with pytest.raises(InvalidData, match="holds train-images-idx3-aaa, which is no part"):
+        read_source("tiny")
+
+
+def test_a_store_elsewhere_and_a_fetch_that_died_at_its_end(machine):
+    (machine / "far").mkdir()
+    fetch.stored(known()).parent.mkdir(parents=True)
+    fetch.stored(known()).symlink_to(machine / "far")
+    workspace = fetch.stored(known()).with_name("tiny.partial")
+    workspace.mkdir()
+    for name, content in (FILES | {"left.tgz": b"x"}).items():
+        (workspace / name).write_bytes(content)
+    folder = fetch.fetch(known(), progress=QUIET)  # needs no way at all
+    assert {p.name for p in folder.iterdir()} == set(FILES)

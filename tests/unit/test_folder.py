@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -173,11 +175,60 @@ def test_progress_counts_to_the_end(folder, monkeypatch):
     assert notes.counted == {"reading images": (2, 2)}
 
 
-def test_links_to_folders_are_followed_once(folder, tmp_path):
+def test_links_to_folders_are_followed_but_not_in_circles(folder, tmp_path):
     elsewhere = write_folder(tmp_path / "elsewhere", pictures(2, seed=1), np.array([2, 2]))
     (folder / "2").symlink_to(elsewhere / "2")
     (folder / "2" / "up").symlink_to(folder)
     assert read_source(folder).labels.tolist() == [0] * 3 + [1] * 3 + [2] * 2
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_one_record_under_two_names_is_refused(folder, link):
+    """Or one image would count as two units."""
+    getattr(folder / "1" / "again.png", link)(folder / "0" / "0000.png")
+    with pytest.raises(InvalidData, match="are the same file"):
+        read_source(folder)
+
+
+def test_one_patient_folder_under_two_names_is_refused(tmp_path):
+    for number, image in enumerate(pictures(4)):
+        place = tmp_path / "set" / "ab"[number % 2] / f"p{number}" / "x.png"
+        place.parent.mkdir(parents=True)
+        place.write_bytes(encoded(image))
+    (tmp_path / "set" / "a" / "p9").symlink_to(tmp_path / "set" / "a" / "p0")
+    with pytest.raises(InvalidData, match="are the same file"):
+        read_source(tmp_path / "set", Reading(unit="patient=folder:2"))
+
+
+def test_what_is_no_file_is_not_waited_for(folder):
+    os.mkfifo(folder / "0" / "pipe.png")
+    with pytest.raises(InvalidData, match="is not a file"):
+        read_source(folder)
+    for name in ("x.npz", "x.parquet", "x-images-idx3-ubyte", "x.bin"):
+        os.mkfifo(folder / name)
+        with pytest.raises(InvalidData, match="is not a file"):
+            read_source(folder / name)
+
+
+@pytest.mark.parametrize("name", [b"s\xff", b"a\nb", b" "])
+def test_names_that_no_certificate_can_show_are_refused(folder, name):
+    os.rename(folder / "1", os.path.join(os.fsencode(folder), name))
+    with pytest.raises(InvalidData, match="no usable 'class'"):
+        read_source(folder)
+
+
+def test_the_folder_one_is_in_has_a_name(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert read_source(".").name == "scans"
+    with pytest.raises(InvalidData, match="the source is called ''"):
+        read_source("")
+
+
+def test_an_unreadable_bad_name_can_be_skipped(folder):
+    with open(os.path.join(os.fsencode(folder), b"0", b"\xff.png"), "wb"):
+        pass
+    (skipped,) = read_source(folder, Reading(skip_bad=True)).skipped
+    assert skipped.endswith("udcff.png")
 
 
 def test_train_and_test_folders_are_splits_not_classes(tmp_path):
@@ -211,11 +262,13 @@ def test_labels_csv_with_a_column_of_units(tmp_path):
         ("file,label\n0000.png,a\n../x.png,b", "which is not in"),
         ("file,label\n0000.png,a\n0000.png,b", "twice, in rows 2 and 3"),
         ("file,label\n0000.png,a\n0001.png", "row 3 .* 1 cells"),
-        ("file,label\n0000.png,a\n0001.png,", "0001.png has no 'label'"),
+        ("file,label\n0000.png,a\n0001.png,", "0001.png has no usable 'label'"),
         ("file,label", "no rows below its header"),
         ("name,label\n0000.png,a", "no column for the images"),
         ("file,one,two\n0000.png,a,b", "say which one to use"),
         ("file,label,x\n0000.png,a,b\nlabels.csv,b,c", "is not a PNG"),
+        ("file,label,label\n0000.png,a,b", "names a column twice"),
+        ("file,label\n/etc/passwd,a", "which is not in"),
         (b"\xff\xfe\x00", "not a text file"),
     ],
 )
@@ -225,6 +278,31 @@ def test_bad_label_files_are_refused(tmp_path, rows, message):
     (folder / "labels.csv").write_bytes(content)
     with pytest.raises(InvalidData, match=message):
         read_source(folder)
+
+
+def test_absolute_names_inside_the_folder_are_understood(tmp_path):
+    folder = write_listed(tmp_path / "set", pictures(2), np.arange(2))
+    rows = [f"{folder / '0000.png'},a", "0001.png,b"]
+    (folder / "labels.csv").write_text("file,label\n" + "\n".join(rows))
+    assert len(read_source(folder).images) == 2
+
+
+@pytest.mark.parametrize(("place", "given"), [
+    ("site=3", "who=site=3/p.csv"), ("scans", "who=p.csv"),
+])  # fmt: skip
+def test_a_csv_file_is_found_again_from_anywhere(folder, monkeypatch, place, given):
+    """Whether it was named from here or lies beside the images."""
+    monkeypatch.chdir(folder.parent)
+    names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
+    (folder.parent / place).mkdir(exist_ok=True)
+    (folder.parent / place / "p.csv").write_text(
+        "file,person\n" + "\n".join(f"{name},p" for name in names)
+    )
+    data = read_source("scans", Reading(unit=given))
+    assert data.unit == "who"
+    monkeypatch.chdir("/")
+    again = read_source(data.source, data.reading)
+    assert (again.unit, again.units.tolist()) == ("who", [0] * 6)
 
 
 def test_units_from_a_csv_file(folder, tmp_path, monkeypatch):

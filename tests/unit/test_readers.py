@@ -363,3 +363,110 @@ def test_other_endings_are_refused(tmp_path):
         read_source(tmp_path / "scans.tiff")
     listed = write_listed(tmp_path / "set", pictures(4), np.arange(4) % 2)
     assert len(read_source(listed).images) == 4
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([1, np.nan, 2, 3, 4, 5]),
+        np.array(["a", "", "b", "c", "d", "e"]),
+        np.array(["a", " ", "b", "c", "d", "e"]),
+        np.array([b"a", b"", b"c", b"d", b"e", b"f"]),
+        np.array([1.5, 2, 3, 4, 5, 6]),
+        np.array(["NaT", "2020-01-01"] * 3, "datetime64[D]"),
+        np.arange(6) * 1j,
+        np.zeros((6, 2), int),
+        np.array(7),
+        np.zeros(6, [("a", "f4")]),
+    ],
+)
+def test_missing_and_odd_ids_are_refused(tmp_path, ids):
+    path = write_npz(tmp_path, pictures(6), np.arange(6) % 2, patient=ids)
+    with pytest.raises(InvalidData, match="usable 'patient'|dimensions"):
+        read_source(path, Reading(unit="patient"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "units"),
+    [
+        (np.array(["p1", "p1 ", "p2", "p2", "p1", " p2"]), [0, 0, 1, 1, 0, 1]),
+        (np.array([7.0, 7, 8, 9, 7, 8]), [0, 0, 1, 2, 0, 1]),
+        (np.array([b"a", b"b", b"a", b"b", b"c", b"a"]), [0, 1, 0, 1, 2, 0]),
+        (np.array([2**63, 1, 2**63 + 1, 1, 2, 3], np.uint64), [0, 1, 2, 1, 3, 4]),
+    ],
+)
+def test_what_means_the_same_is_the_same_unit(tmp_path, ids, units):
+    path = write_npz(tmp_path, pictures(6), np.arange(6) % 2, patient=ids)
+    assert read_source(path, Reading(unit="patient")).units.tolist() == units
+
+
+def test_rows_with_names_are_not_matched_by_their_order(tmp_path):
+    images, labels = pictures(4), np.arange(4) % 2
+    csv = tmp_path / "people.csv"
+    csv.write_text("file,person\n3.png,d\n2.png,c\n1.png,b\n0.png,a\n")
+    nameless = write_npz(tmp_path, images, labels)
+    with pytest.raises(InvalidData, match="have no names"):
+        read_source(nameless, Reading(unit=str(csv)))
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    cells = [{"bytes": encoded(image), "path": f"{n}.png"} for n, image in enumerate(images)]
+    path = tmp_path / "set.parquet"
+    parquet.write_table(pa.table({"image": cells, "label": labels, "person": list("wxyz")}), path)
+    for how in (str(csv), f"{csv}:person"):
+        data = read_source(path, Reading(unit=how))
+        csv_units = [["d", "c", "b", "a"].index(x) for x in "abcd"]
+        assert data.units.tolist() == [csv_units.index(u) for u in csv_units]
+    csv.write_text("file,person\n3.png,a\n2.png,c\n1.png,b\n0.png,a\n")
+    assert read_source(path, Reading(unit=str(csv))).units.tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("column", [[[1], [2], [3], [4]], [{"a": 1}] * 4, [1, None, 2, 3]])
+def test_odd_columns_of_a_table_are_refused(tmp_path, column):
+    path = write_parquet(tmp_path, pictures(4), np.arange(4) % 2, patient=column)
+    with pytest.raises(InvalidData, match="no usable 'patient'"):
+        read_source(path, Reading(unit="patient"))
+
+
+def test_parts_come_in_the_order_of_their_numbers(tmp_path):
+    """As text, part 10 would come before part 2, and labels would go to other images."""
+    images = pictures(11 * 50, channels=3)
+    for part in range(11):
+        write_mosaic(tmp_path / "set", images[part * 50 : part * 50 + 50], np.zeros(50, int))
+        (tmp_path / "set" / "part_00.webp").rename(tmp_path / "set" / f"m{part}.webp")
+    np.savez(tmp_path / "set" / "labels.npz", label=np.arange(550) % 2)
+    assert np.array_equal(read_source(tmp_path / "set").images, images.transpose(0, 3, 1, 2))
+    np.savez(tmp_path / "set" / "labels.npz", label=np.arange(60) % 2)
+    with pytest.raises(InvalidData, match="labels 60 images, so none of m2.webp"):
+        read_source(tmp_path / "set")
+
+
+def test_splits_of_a_table_are_known_by_their_folders_too(tmp_path):
+    for split, count in (("train", 6), ("test", 4), ("validation", 2), ("train/.cache", 6)):
+        write_parquet(tmp_path / "set" / split, pictures(count), np.arange(count) % 2)
+    data = read_source(tmp_path / "set")
+    assert (len(data.images), len(data.test.images)) == (6, 4)
+
+
+def test_labels_of_the_training_images_are_not_given_to_the_test_images(tmp_path):
+    images = pictures(4)
+    folder = write_idx(tmp_path / "set", images, np.zeros(4, int))
+    (folder / "t10k-images-idx3-ubyte").write_bytes(idx_bytes(images))
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(np.array([1, 1, 0, 0])))
+    (folder / "train-labels-flipped").write_bytes(b"not the labels")
+    (tmp_path / "new.csv").write_text("label\n0\n1\n0\n1\n")
+    data = read_source(folder, Reading(labels=str(tmp_path / "new.csv")))
+    assert data.labels.tolist() == [0, 1, 0, 1]
+    assert data.test.labels.tolist() == [1, 1, 0, 0]
+
+
+def test_known_sets_take_nothing_from_elsewhere(tmp_path):
+    for how in ({"labels": "x.csv"}, {"classes": 3}, {"like": "mnist"}, {"unit": "x.csv"}):
+        with pytest.raises(InvalidData, match="cannot be given with the known set digits"):
+            read_source("digits", Reading(**how))
+
+
+@pytest.mark.parametrize("size", [3, 2000, "9" * 5000])
+def test_sizes_that_cannot_be_are_refused_before_anything_is_read(size):
+    with pytest.raises(InvalidSettings, match="size is"):
+        Reading(size=size)

@@ -59,6 +59,8 @@ def build_app(tokens: Sequence[str]) -> App:
     """Build the parser; the flags of `generate` and `plan` depend on `--method` in `tokens`."""
     command = tokens[0] if tokens else ""
     config = _option(tokens, "--config")
+    if config and not os.path.isfile(config):
+        raise InvalidSettings(f"there is no configuration file {config}; check the path")
     app = App(
         name="understudy",
         help=HELP,

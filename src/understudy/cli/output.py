@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from understudy.progress import Progress
 
@@ -54,9 +55,9 @@ class Output(Progress):
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table."""
-        table = Table(*columns, title=title, title_justify="left")
+        table = Table(*columns, title=Text(title), title_justify="left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(cell) for cell in row))  # a name may look like markup
         self.console.print(table)
 
     def steps(

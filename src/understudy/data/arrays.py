@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from understudy.data.decode import converted
 from understudy.data.images import LabelledImages, labelled_images
 from understudy.data.reading import Reading
-from understudy.data.tables import values_at
+from understudy.data.tables import units_at, values_at
 
 
 def assemble(
@@ -35,16 +35,16 @@ def assemble(
         classes: names of the classes, if the source has them.
     """
     arrays, count = columns if columns is not None else {}, len(images)
-    label_at, unit_at = reading.label_pointer(), reading.unit_pointer()
+    label_at = reading.label_pointer()
     given = values_at(label_at, count, arrays)[1] if label_at else labels()
-    unit, units = values_at(unit_at, count, arrays) if unit_at else (None, None)
+    unit, units = units_at(reading.unit_pointer(), count, arrays)
     return labelled_images(
         converted(images, reading),
         given,
         units=units,
         unit=unit,
         classes=classes if reading.classes is None else reading.classes,
-        name=source.stem,
+        name=source.resolve().stem,
         source=str(source.resolve()),
         reading=reading.from_anywhere(),
     )

@@ -6,6 +6,7 @@ A folder with `data_batch_1.bin` and so on (`test_batch.bin` is the test split),
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image
 from understudy.data.arrays import assemble
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
-from understudy.data.storage import allocate
+from understudy.data.storage import allocate, in_order, regular
 from understudy.errors import InvalidData
 from understudy.progress import Progress
 
@@ -36,9 +37,9 @@ def read_cifar(path: Path, reading: Reading) -> LabelledImages:
     if not path.is_dir():
         return _read([path], reading, path)
     names = path / NAMES_FILE
-    if reading.classes is None and names.is_file():
+    if reading.classes is None and names.is_file() and names.stat().st_size < 2**16:
         reading = replace(reading, classes=names.read_text(errors="replace").split())
-    data = _read(sorted(path.glob("data_batch_*.bin")), reading, path)
+    data = _read(in_order(path.glob("data_batch_*.bin")), reading, path)
     if not (path / "test_batch.bin").is_file():
         return data
     reading = reading.of_test_split(data.class_names)
@@ -63,13 +64,18 @@ def _read(files: Sequence[Path], reading: Reading, source: Path) -> LabelledImag
 
 
 def _count(file: Path) -> int:
-    size = file.stat().st_size
+    size = regular(file).stat().st_size
     if size == 0 or size % RECORD_BYTES:
         raise InvalidData(
             f"{file} is {size} bytes long, expected a multiple of {RECORD_BYTES} (a CIFAR-10 "
             "record); it is damaged or of another kind; copy it again"
         )
     return size // RECORD_BYTES
+
+
+def is_png_batch(name: str) -> bool:
+    """Whether a file of this name may belong to the packaging that `png_batches` reads."""
+    return bool(re.fullmatch(r"(data_batch_[1-5]|test_batch)\.png|(train|test)_lables\.json", name))
 
 
 def png_batches(folder: Path, progress: Progress) -> Iterator[tuple[str, list[bytes]]]:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from understudy.data.images import check_side
-from understudy.data.reading import Reading
-from understudy.data.storage import allocate
+from understudy.data.reading import Reading, printable
+from understudy.data.storage import allocate, regular
 from understudy.errors import InvalidData
 from understudy.progress import Progress
 
@@ -63,10 +63,10 @@ def decode_images(
         if isinstance(found, str):
             if not reading.skip_bad:
                 raise InvalidData(
-                    f"{file.name} cannot be read as PNG, JPEG or WebP ({found}); repair or remove "
-                    "it, or pass --skip-bad to leave out such files"
+                    f"{printable(file.name)} cannot be read as PNG, JPEG or WebP ({found}); repair "
+                    "or remove it, or pass --skip-bad to leave out such files"
                 )
-            skipped.append(file.name)
+            skipped.append(printable(file.name))
             continue
         if not model:
             check_side(*found.shape[1:])
@@ -119,7 +119,7 @@ def _decode_or_explain(file: ImageFile, reading: Reading) -> NDArray[np.uint8] |
 
 def decode_image(content: Path | bytes, reading: Reading) -> NDArray[np.uint8]:
     """Decode one image to (c, h, w): upright, converted and resized as `reading` says."""
-    source: Any = io.BytesIO(content) if isinstance(content, bytes) else content
+    source: Any = io.BytesIO(content) if isinstance(content, bytes) else regular(content)
     with Image.open(source, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise InvalidData(

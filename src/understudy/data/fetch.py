@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from understudy.data.catalogue import KnownSet
-from understudy.data.cifar import png_batches
+from understudy.data.cifar import is_png_batch, png_batches
 from understudy.data.storage import CHUNK
 from understudy.errors import InvalidData
 from understudy.files import file_digest, home, make_directory, storage_errors, write_chunks
@@ -36,6 +36,8 @@ REGISTRY_SECONDS = 1800
 MOST_BYTES = 2**28
 """No file of a known set is larger: whatever unpacks to more is not one."""
 DEBIAN_FOLDER = Path("/usr/share/datasets")
+PACKAGE = "package"
+"""Where archives are unpacked, below the workspace; removed after each way."""
 
 
 class Unavailable(Exception):
@@ -51,28 +53,48 @@ def fetch(known: KnownSet, *, data_dir: Path | None = None, progress: Progress) 
     """Return the folder of a known set, getting and verifying its files first if need be."""
     folder = stored(known)
     with _only_one(known):
-        if folder.is_dir():
-            if not (wrong := _wrong_files(known, folder)):
-                return folder
-            progress.say(f"{folder / wrong[0]} is missing or damaged: fetching {known.name} again")
-            shutil.rmtree(folder)
+        if folder.is_dir() and not _wrong_files(known, folder):
+            _refuse_others(known, folder)
+            return folder
         workspace = folder.with_name(f"{known.name}.partial")
-        make_directory(workspace)
+        make_directory(workspace, mode=0o700)
         refused = []
-        for way, get in _ways(known, data_dir).items():
+        for way, get in _ways(known, data_dir, workspace).items():
             try:
                 _unpack(known, get(known, workspace, progress), workspace, progress)
             except Unavailable as reason:
                 refused.append(f"{way}: {reason}")
                 continue
+            finally:
+                shutil.rmtree(workspace / PACKAGE, ignore_errors=True)
             progress.say(f"{known.name}: from {way}, verified")
-            with storage_errors(folder):
-                _remove_all_but(known.files, workspace)
-                os.rename(workspace, folder)
+            _install(known, workspace, folder)
             return folder
         with contextlib.suppress(OSError):
             workspace.rmdir()  # unless it holds a download to go on with
     raise InvalidData(_nothing_worked(known, refused))
+
+
+def _refuse_others(known: KnownSet, folder: Path) -> None:
+    """Refuse a stored set with files that nobody verified: a reader might take them for its own."""
+    others = sorted({entry.name for entry in folder.iterdir()} - set(known.files))
+    if others:
+        raise InvalidData(
+            f"{folder} holds {others[0]}, which is no part of {known.name}; move it elsewhere"
+        )
+
+
+def _install(known: KnownSet, workspace: Path, folder: Path) -> None:
+    """Give the verified files their name, in place of what may be there."""
+    with storage_errors(folder):
+        for entry in workspace.iterdir():
+            if entry.name not in known.files:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+        elif folder.is_dir():
+            shutil.rmtree(folder)
+        os.rename(workspace, folder)
 
 
 def _nothing_worked(known: KnownSet, refused: Iterable[str]) -> str:
@@ -86,13 +108,17 @@ def _nothing_worked(known: KnownSet, refused: Iterable[str]) -> str:
 Way = Callable[[KnownSet, Path, Progress], Iterable[Path]]
 
 
-def _ways(known: KnownSet, data_dir: Path | None) -> dict[str, Way]:
+def _ways(known: KnownSet, data_dir: Path | None, workspace: Path) -> dict[str, Way]:
     """Return the ways to try, in order; each gives the trees or archives that hold the files."""
+    if not _wrong_files(known, workspace):  # an earlier attempt ended just before its end
+        return {"an earlier attempt": lambda *_: []}
     ways: dict[str, Way] = {}
-    local = data_dir or (Path(given) if (given := os.environ.get("UNDERSTUDY_DATA")) else None)
-    if local is not None:
-        ways[f"folder {local}"] = lambda known, *_: _local(known, local)
-    ways["web"] = _web
+    folders = [stored(known), data_dir, os.environ.get("UNDERSTUDY_DATA")]
+    for folder in dict.fromkeys(Path(given) for given in folders if given):
+        if folder != stored(known) or folder.is_dir():  # what the user has placed there
+            ways[f"folder {folder}"] = lambda known, *_, folder=folder: _local(known, folder)
+    if known.web:
+        ways["web"] = _web
     if known.npm:
         ways["npm"] = _npm
     if known.debian:
@@ -123,7 +149,7 @@ def _debian(known: KnownSet, workspace: Path, progress: Progress) -> list[Path]:
         return [installed]
     progress.say(f"apt-get download {known.debian}")
     _call(["apt-get", "download", "-q", str(known.debian)], workspace)
-    tree = workspace / "package"
+    tree = workspace / PACKAGE
     for package in workspace.glob("*.deb"):
         _call(["dpkg-deb", "-x", str(package), str(tree)], workspace)
     return [tree]
@@ -198,17 +224,11 @@ def _unpack(known: KnownSet, sources: Iterable[Path], workspace: Path, progress:
             for name, pieces in _contents(known, source, workspace, progress):
                 _keep(known, name, pieces, workspace)
         except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
-            raise Unavailable(f"{source.name} is damaged ({error})") from None
-        except _WrongChecksum as error:
-            if workspace in source.parents:
-                shutil.rmtree(source) if source.is_dir() else source.unlink(missing_ok=True)
+            if workspace in source.parents and not source.is_dir():
+                source.unlink(missing_ok=True)  # or the next attempt would find it again
             raise Unavailable(str(error)) from None
     if wrong := _wrong_files(known, workspace):
         raise Unavailable(f"no {wrong[0]} there")
-
-
-class _WrongChecksum(Exception):
-    pass
 
 
 def _keep(known: KnownSet, name: str, pieces: Iterable[bytes], workspace: Path) -> None:
@@ -222,7 +242,7 @@ def _keep(known: KnownSet, name: str, pieces: Iterable[bytes], workspace: Path) 
     write_chunks(workspace / name, hashed())
     if digest.hexdigest() != known.files[name]:
         (workspace / name).unlink()
-        raise _WrongChecksum(
+        raise ValueError(
             f"{name} has the wrong checksum: SHA-256 {digest.hexdigest()[:12]}..., expected "
             f"{known.files[name][:12]}..."
         )
@@ -233,12 +253,12 @@ def _contents(
 ) -> Iterator[tuple[str, Iterable[bytes]]]:
     """Yield the files of the set that `source` holds, unpacked."""
     if source.name.endswith((".tgz", ".tar.gz")):
-        source = _extracted(source, workspace / "package")
+        source = _extracted(known, source, workspace / PACKAGE)
     if not source.is_dir():
         name = source.name.removesuffix(".gz")
         if name in known.files:
             with gzip.open(source) if source.suffix == ".gz" else source.open("rb") as stream:
-                yield name, _pieces(stream)
+                yield name, _pieces(stream, source.name)
         return
     for archive in sorted(source.glob("*.tar.gz")):
         yield from _contents(known, archive, workspace, progress)
@@ -248,29 +268,31 @@ def _contents(
     yield from png_batches(source, progress)
 
 
-def _extracted(archive: Path, folder: Path) -> Path:
-    """Extract the files of a tar archive, all into one folder: paths in it are not followed."""
-    make_directory(folder)
+def _extracted(known: KnownSet, archive: Path, folder: Path) -> Path:
+    """Extract what may be of the set into one folder: paths in the archive are not followed."""
+    wanted = {*known.files, *(f"{name}.gz" for name in known.files)}
+    make_directory(folder, mode=0o700)
     with tarfile.open(archive) as tar:
         for member in tar:
-            stream = tar.extractfile(member) if member.isfile() else None
             name = Path(member.name).name
-            if stream is not None and not name.startswith("."):
-                write_chunks(folder / name, _pieces(stream))
+            if not member.isfile() or not (name in wanted or is_png_batch(name)):
+                continue
+            if (stream := tar.extractfile(member)) is not None:
+                write_chunks(folder / name, _pieces(stream, archive.name))
     return folder
 
 
-def _pieces(stream: IO[bytes] | io.BufferedIOBase) -> Iterator[bytes]:
+def _pieces(stream: IO[bytes] | io.BufferedIOBase, name: str) -> Iterator[bytes]:
     """Read a stream piece by piece; what cannot be read is the source's fault, not the disk's."""
     total = 0
     while True:
         try:
             piece = stream.read(CHUNK)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(f"{name} is damaged ({error})") from None
         total += len(piece)
         if total > MOST_BYTES:
-            raise ValueError(f"it unpacks to more than {MOST_BYTES} bytes")
+            raise ValueError(f"{name} unpacks to more than {MOST_BYTES} bytes")
         if not piece:
             return
         yield piece
@@ -283,13 +305,6 @@ def _wrong_files(known: KnownSet, folder: Path) -> list[str]:
         for name, digest in known.files.items()
         if not (folder / name).is_file() or file_digest(folder / name) != digest
     ]
-
-
-def _remove_all_but(names: Iterable[str], folder: Path) -> None:
-    keep = set(names)
-    for entry in folder.iterdir():
-        if entry.name not in keep:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 @contextlib.contextmanager

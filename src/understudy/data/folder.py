@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 
 from understudy.data.decode import ENDINGS, ImageFile, decode_images
 from understudy.data.images import LabelledImages, class_order, labelled_images
-from understudy.data.reading import Pointer, Reading
-from understudy.data.tables import Table, values_at
+from understudy.data.reading import Pointer, Reading, found_file, printable
+from understudy.data.tables import Table, units_at, values_at
 from understudy.errors import InvalidData
 from understudy.progress import Progress
 
@@ -37,21 +36,25 @@ def read_folder(root: Path, reading: Reading, progress: Progress) -> LabelledIma
         progress.say(f"{root}: {', '.join(unused)} left unread; train and test are used")
     if "test" not in folders:
         return data
-    names = reading.of_test_split(data.class_names)
-    return replace(data, test=_read(root, root / "test", names, progress))
+    how = reading.of_test_split(data.class_names, by_name=True)
+    return replace(data, test=_read(root, root / "test", how, progress))
 
 
 def _read(root: Path, part: Path, reading: Reading, progress: Progress) -> LabelledImages:
     """Read the images below `part`; names in CSV files are relative to `root`."""
     names = _image_names(part, progress)
-    unit_at, label_at = reading.unit_pointer(), _label_pointer(root, reading)
+    depth = len(part.relative_to(root).parts)
+    unit_at = _placed(reading.unit_pointer(), root, depth)
+    label_at = _placed(_label_pointer(root, reading), root, depth)
+    assert label_at is not None
     columns: Mapping[str, Sequence[str]] = {}
     if label_at.file is not None:
         names, label_at, columns = _listed(root, part, names, label_at, progress)
     elif label_at.level is not None:
-        _refuse_empty_classes(part, names, label_at.level)
-    labels = np.array(_values(label_at, root, part, names, columns)[1])
-    units = _values(unit_at, root, part, names, columns) if unit_at else None
+        _refuse_empty_classes(part, names, label_at.level - depth)
+    inside = _below(root, part, names)
+    labels = np.array([str(v) for v in values_at(label_at, inside, columns)[1]])
+    unit, units = units_at(unit_at, inside, columns)
     decoded = decode_images(
         (ImageFile(str(part / name), part / name) for name in names), len(names), reading, progress
     )
@@ -59,64 +62,74 @@ def _read(root: Path, part: Path, reading: Reading, progress: Progress) -> Label
     return labelled_images(
         decoded.images,
         labels[kept],
-        units=np.array(units[1])[kept] if units else None,
-        unit=units[0] if units else None,
+        units=np.array(units)[kept] if units is not None else None,
+        unit=unit,
         # Classes are declared by all files, whether or not some could be read.
         classes=reading.classes if reading.classes is not None else class_order(labels.tolist()),
-        name=root.name,
+        name=root.resolve().name,
         source=str(root.resolve()),
-        reading=reading.from_anywhere(),
+        reading=reading.from_anywhere(root),
         skipped=decoded.skipped,
     )
 
 
-def _values(
-    pointer: Pointer, root: Path, part: Path, names: Sequence[str], columns: Mapping[str, Any]
-) -> tuple[str, Any]:
-    if pointer.file is None:
-        return values_at(pointer, names, columns)
+def _below(root: Path, part: Path, names: Sequence[str]) -> list[str]:
+    """Return names relative to `root`, as CSV files have them."""
     prefix = part.relative_to(root).as_posix()
-    inside = names if prefix == "." else [f"{prefix}/{name}" for name in names]
-    return values_at(replace(pointer, file=_found(pointer.file, root)), inside, columns)
-
-
-def _found(path: Path, root: Path) -> Path:
-    """Return a CSV file named from here, or else from the folder of the images."""
-    return root / path if not path.exists() and (root / path).exists() else path
+    return list(names) if prefix == "." else [f"{prefix}/{name}" for name in names]
 
 
 def _label_pointer(root: Path, reading: Reading) -> Pointer:
     if (given := reading.label_pointer()) is not None:
-        return replace(given, file=_found(given.file, root)) if given.file else given
+        return given
     if (root / LABELS_FILE).is_file():
         return Pointer(None, file=root / LABELS_FILE)
     return Pointer("class", level=1)
 
 
+def _placed(pointer: Pointer | None, root: Path, depth: int) -> Pointer | None:
+    """Find the pointer's file, and count its level from `root`: splits are no level of the user."""
+    if pointer and pointer.file:
+        return replace(pointer, file=found_file(pointer.file, root))
+    return replace(pointer, level=pointer.level + depth) if pointer and pointer.level else pointer
+
+
 def _image_names(root: Path, progress: Progress) -> list[str]:
     """Return the images below `root`, relative to it, sorted."""
     names, others = [], Counter[str]()
-    seen: set[str] = set()  # a link to a folder above would go on for ever
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        seen.add(os.path.realpath(folder))
-        subfolders[:] = [
-            sub for sub in subfolders
-            if not sub.startswith(".") and os.path.realpath(os.path.join(folder, sub)) not in seen
-        ]  # fmt: skip
-        for file in files:
-            ending = Path(file).suffix.lower()
-            if file.startswith(".") or ending == ".csv":
-                continue
-            if ending in ENDINGS:
-                names.append((Path(folder) / file).relative_to(root).as_posix())
-            else:
-                others[ending or "no ending"] += 1
+    same: dict[tuple[int, int], Path] = {}
+    for file in _files(root):
+        ending = file.suffix.lower()
+        if ending == ".csv":
+            continue
+        if ending not in ENDINGS:
+            others[printable(ending) or "no ending"] += 1
+            continue
+        known = file.stat()
+        other = same.setdefault((known.st_dev, known.st_ino), file)
+        if other != file:  # one record under two names could count as two units
+            raise InvalidData(f"{file} and {other} are the same file; remove one of the links")
+        names.append(file.relative_to(root).as_posix())
     if others:
         listed = ", ".join(f"{count} {ending}" for ending, count in others.most_common(5))
         progress.say(f"{root}: files that are not PNG, JPEG or WebP are left out ({listed})")
     if not names:
         raise InvalidData(f"{root} holds no images; expected {', '.join(ENDINGS)} files below it")
     return sorted(names)
+
+
+def _files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield all files below `folder` but hidden ones; links are followed, but not in circles."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _files(entry, above | {real})
+        else:
+            yield entry
 
 
 def _listed(
@@ -130,8 +143,9 @@ def _listed(
     table = Table.read(label_at.file)
     inside = part.relative_to(root)
     rows = {}
-    for row, name in enumerate(table.files()):
-        if not (root / name).is_file() or ".." in PurePosixPath(name).parts:
+    for row, given in enumerate(table.files()):
+        name = given.removeprefix(f"{root.resolve().as_posix()}/")
+        if not (root / name).is_file() or {"..", "/"} & set(PurePosixPath(name).parts):
             raise InvalidData(
                 f"row {row + 2} of {table.path} names {name}, which is not in {root}; correct the "
                 "row, or put the image there"

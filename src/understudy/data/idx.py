@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from understudy.data.arrays import assemble
 from understudy.data.images import LabelledImages, pack_images
 from understudy.data.reading import Reading
-from understudy.data.storage import allocate, existing, read_exactly, refuse_impossible
+from understudy.data.storage import allocate, read_exactly, refuse_impossible, regular
 from understudy.errors import InvalidData
 
 UNSIGNED_BYTE = 8
@@ -38,7 +38,7 @@ def is_idx(path: Path) -> bool:
 def read_idx(path: Path, reading: Reading) -> LabelledImages:
     """Read and check IDX files."""
     if not path.is_dir():
-        return _read_pair(existing(path), path, reading)
+        return _read_pair(path, path, reading)
     data = _read_pair(_images_file(path, ("train",)), path, reading)
     try:
         test = _images_file(path, TEST_PREFIXES)
@@ -69,7 +69,7 @@ def _read_pair(file: Path, source: Path, reading: Reading) -> LabelledImages:
 def _labels_file(images: Path) -> Path:
     stem = images.name.split("-images")[0]
     for entry in sorted(images.parent.iterdir()):
-        if entry.name.startswith(f"{stem}-labels") and entry != images:
+        if entry.name.startswith((f"{stem}-labels-idx1", f"{stem}-labels.idx")):
             return entry
     raise InvalidData(
         f"{images} has no labels beside it; expected {stem}-labels-idx1-ubyte[.gz], or pass "
@@ -79,7 +79,7 @@ def _labels_file(images: Path) -> Path:
 
 def read_array(path: Path, *, dimensions: Sequence[int]) -> NDArray[np.uint8]:
     """Read one IDX file of bytes."""
-    size = path.stat().st_size
+    size = regular(path).stat().st_size
     is_compressed = path.suffix == ".gz"
     try:
         with gzip.open(path, "rb") if is_compressed else path.open("rb") as stream:

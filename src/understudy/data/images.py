@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from understudy.data.reading import RECORD, Reading
+from understudy.data.reading import MAX_SIDE, MIN_SIDE, RECORD, Reading, printable
 from understudy.data.storage import CHUNK, allocate
 from understudy.errors import InvalidData
 
 MAX_CLASSES = 1000
-MIN_SIDE, MAX_SIDE = 4, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +93,21 @@ def labelled_images(
     numbers = _check_labels(given, len(names))
     slots = np.arange(count) if units is None else _unit_slots(np.asarray(units), count)
     name_of_unit = unit or (RECORD if units is None else "group")
+    for what, name in (
+        *(("class", name) for name in names),
+        ("unit", name_of_unit),
+        ("data set", described.get("name", "array")),
+    ):
+        _check_name(what, name)
     return LabelledImages(pixels, numbers, slots, names, unit=name_of_unit, **described)
+
+
+def _check_name(what: str, name: str) -> None:
+    """Refuse a name that a certificate, a table or a picture could not show."""
+    if not name.strip() or not name.isprintable() or name != printable(name):
+        raise InvalidData(
+            f"a {what} is called {name!r}; expected letters that can be printed; rename it"
+        )
 
 
 def pack_images(images: NDArray[Any]) -> NDArray[np.uint8]:
@@ -206,7 +219,11 @@ def _class_names(labels: NDArray[Any], classes: int | Sequence[str] | None) -> t
             f"the set has {count} classes, expected 2 to {MAX_CLASSES}; "
             "merge classes or name them with --classes"
         )
-    return tuple(str(n) for n in (range(classes) if isinstance(classes, int) else classes))
+    names = tuple(str(n) for n in (range(classes) if isinstance(classes, int) else classes))
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidData(f"two classes are called '{twice}'; give each its own name")
+    return names
 
 
 def _check_labels(labels: NDArray[Any], classes: int) -> NDArray[np.int64]:

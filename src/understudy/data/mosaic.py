@@ -17,7 +17,7 @@ from understudy.data.decode import FORMATS, MAX_PIXELS, as_array
 from understudy.data.images import LabelledImages, check_side
 from understudy.data.npz import Archive
 from understudy.data.reading import Pointer, Reading
-from understudy.data.storage import allocate
+from understudy.data.storage import allocate, in_order, regular
 from understudy.errors import InvalidData
 from understudy.progress import Progress
 
@@ -34,18 +34,23 @@ def read_mosaic(path: Path, reading: Reading, progress: Progress) -> LabelledIma
     """Read and check a folder of mosaics."""
     with Archive(path / LABELS_FILE) as archive:
         pointer = reading.label_pointer() or Pointer("label", column="label")
-        if pointer.column not in archive:
+        if pointer.column not in archive or pointer.file:
             raise InvalidData(
-                f"{path / LABELS_FILE} has no array '{pointer.column}' (found: "
+                f"{path / LABELS_FILE} has no array '{pointer.column or pointer.file}' (found: "
                 f"{', '.join(sorted(archive))}); name one with --labels"
             )
         labels = archive[str(pointer.column)]
+        if labels.ndim != 1:
+            raise InvalidData(
+                f"'{pointer.column}' in {path / LABELS_FILE} has {labels.ndim} dimensions, "
+                "expected one label per image"
+            )
         tiles = _tiles(path, len(labels), progress)
         return assemble(tiles, path, reading, labels=lambda: labels, columns=archive)
 
 
 def _mosaics(path: Path) -> list[Path]:
-    return sorted(p for p in path.iterdir() if p.suffix.lower() in (".webp", ".png"))
+    return in_order(p for p in path.iterdir() if p.suffix.lower() in (".webp", ".png"))
 
 
 def _tiles(path: Path, count: int, progress: Progress) -> Any:
@@ -60,6 +65,11 @@ def _tiles(path: Path, count: int, progress: Progress) -> Any:
             raise InvalidData(
                 f"{files[number]} is {mosaic.shape[1]} x {mosaic.shape[2]} pixels, expected "
                 f"square tiles, {PER_ROW} to a row"
+            )
+        if done == count and number:
+            raise InvalidData(
+                f"{path / LABELS_FILE} labels {count} images, so none of {files[number].name}; "
+                "expected labels for all mosaics"
             )
         channels, rows = mosaic.shape[0], mosaic.shape[1] // side
         if number == 0:
@@ -88,7 +98,7 @@ def _tiles(path: Path, count: int, progress: Progress) -> Any:
 
 def _mosaic(file: Path) -> Any:
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with Image.open(regular(file), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise InvalidData(f"it claims {image.width} x {image.height} pixels")
             return as_array(image, None, None)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from understudy.data.arrays import assemble
 from understudy.data.images import LabelledImages, pack_chunks
 from understudy.data.reading import Reading
-from understudy.data.storage import CHUNK, existing, read_exactly, refuse_impossible
+from understudy.data.storage import CHUNK, read_exactly, refuse_impossible, regular
 from understudy.errors import InvalidData
 
 DAMAGE = (OSError, EOFError, zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError,
@@ -73,7 +73,7 @@ class Archive(Mapping[str, NDArray[Any]]):
     """The arrays of an `.npz` file, each read when asked for, none beyond what the file holds."""
 
     def __init__(self, path: Path) -> None:
-        self._path = existing(path)
+        self._path = regular(path)
         try:
             self._file = zipfile.ZipFile(path)
         except DAMAGE as error:

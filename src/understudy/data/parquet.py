@@ -16,7 +16,8 @@ import numpy as np
 from understudy.data.decode import ImageFile, decode_images
 from understudy.data.images import LabelledImages, labelled_images
 from understudy.data.reading import Pointer, Reading
-from understudy.data.tables import values_at
+from understudy.data.storage import in_order, regular
+from understudy.data.tables import units_at, values_at
 from understudy.errors import InvalidData
 from understudy.progress import Progress
 
@@ -26,14 +27,27 @@ IMAGE_COLUMNS = ("image", "img")
 
 def is_parquet(path: Path) -> bool:
     """Whether `path` is a file or a folder of this format."""
-    return any(path.rglob("*.parquet")) if path.is_dir() else path.suffix == ".parquet"
+    return bool(_tables(path)) if path.is_dir() else path.suffix == ".parquet"
+
+
+def _tables(folder: Path) -> list[Path]:
+    """Return the tables in a folder, but not those in hidden ones."""
+    found = (path.relative_to(folder) for path in folder.rglob("*.parquet"))
+    return in_order(
+        folder / path for path in found if not any(p.startswith(".") for p in path.parts)
+    )
+
+
+def _is_of(split: tuple[str, ...], file: Path, root: Path) -> bool:
+    """Whether a file, or a folder between it and `root`, is named after a split."""
+    return file != root and any(p.startswith(split) for p in file.relative_to(root).parts)
 
 
 def read_parquet(path: Path, reading: Reading, progress: Progress) -> LabelledImages:
     """Read and check a parquet table."""
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    test = [file for file in files if path.is_dir() and file.name.startswith("test")]
-    unused = [f for f in files if path.is_dir() and f.name.startswith(("val", "dev"))]
+    files = _tables(path) if path.is_dir() else [path]
+    unused = [file for file in files if _is_of(("val", "dev"), file, path)]
+    test = [file for file in files if _is_of(("test",), file, path) and file not in unused]
     train = [file for file in files if file not in test and file not in unused]
     if unused:
         progress.say(f"{path}: {len(unused)} files of a validation split are left unread")
@@ -42,23 +56,27 @@ def read_parquet(path: Path, reading: Reading, progress: Progress) -> LabelledIm
     data = _read(train, path, reading, progress)
     if not test:
         return data
-    plain = reading.of_test_split(data.class_names)
-    return replace(data, test=_read(test, path, plain, progress))
+    how = reading.of_test_split(data.class_names)
+    return replace(data, test=_read(test, path, how, progress))
 
 
 def _read(
     files: Sequence[Path], source: Path, reading: Reading, progress: Progress
 ) -> LabelledImages:
     tables = [_Table.open(file) for file in files]
-    count = sum(table.rows for table in tables)
+    names = [name for table in tables for name in table.image_names()]
+    images = len(names) if None in names else [str(name) for name in names]
     label_at = reading.label_pointer() or Pointer("label", column="label")
     unit_at = reading.unit_pointer()
-    names = {p.column for p in (label_at, unit_at) if p and p.column}
-    columns = {name: [value for table in tables for value in table.values(name)] for name in names}
-    labels = np.array(values_at(label_at, count, columns)[1])
-    unit, units = values_at(unit_at, count, columns) if unit_at else (None, None)
+    columns = {
+        str(at.column): [value for table in tables for value in table.values(str(at.column))]
+        for at in (label_at, unit_at)
+        if at and at.column and not at.file
+    }
+    labels = np.array(values_at(label_at, images, columns)[1])
+    unit, units = units_at(unit_at, images, columns)
     decoded = decode_images(
-        (image for table in tables for image in table.images()), count, reading, progress
+        (image for table in tables for image in table.images()), len(names), reading, progress
     )
     classes = reading.classes
     if classes is None and label_at.column:
@@ -69,7 +87,7 @@ def _read(
         units=np.array(units)[decoded.kept] if units is not None else None,
         unit=unit,
         classes=classes,
-        name=source.stem,
+        name=source.resolve().stem,
         source=str(source.resolve()),
         reading=reading.from_anywhere(),
         skipped=decoded.skipped,
@@ -91,6 +109,7 @@ class _Table:
             raise InvalidData(
                 f"reading {path.name} needs pyarrow; install it: pip install 'understudy[parquet]'"
             ) from None
+        regular(path)
         try:
             file = parquet.ParquetFile(path)
         except Exception as error:  # pyarrow's errors have no common base of their own
@@ -118,6 +137,17 @@ class _Table:
                 f"{', '.join(self.file.schema_arrow.names)}); name one with --labels or --unit"
             )
         return [value for column in self._batches(name) for value in column.to_pylist()]
+
+    def image_names(self) -> list[str | None]:
+        """Return the path that each image came from, None where the table does not say."""
+        column = self._image_column()
+        if "path" not in _fields(self.file.schema_arrow.field(column).type):
+            return [None] * self.rows
+        return [
+            str(path) if path else None
+            for part in self._batches(f"{column}.path")
+            for path in part.field(0).to_pylist()
+        ]
 
     def images(self) -> Iterator[ImageFile]:
         """Yield the encoded images."""
@@ -155,6 +185,11 @@ class _Table:
                 yield batch.column(0)
         except Exception as error:
             raise _damaged(self.path, error) from None
+
+
+def _fields(kind: Any) -> list[str]:
+    """Return the names of the fields of a struct, none for other types."""
+    return [kind.field(n).name for n in range(kind.num_fields)]
 
 
 def _damaged(path: Path, error: Exception) -> InvalidData:

@@ -11,9 +11,20 @@ from typing import Literal
 from understudy.errors import InvalidSettings
 
 RECORD = "record"
+MIN_SIDE, MAX_SIDE = 4, 1024
 _CSV = re.compile(r"(?P<file>.+\.csv)(?::(?P<column>.+))?", re.IGNORECASE)
 _LEVEL = re.compile(r"folder:(?P<level>[1-9])")
-_SIZE = re.compile(r"(\d+)(?:x(\d+))?")
+_SIZE = re.compile(r"([0-9]{1,5})(?:x([0-9]{1,5}))?")
+
+
+def printable(name: str) -> str:
+    """Return a file's name as text that can be printed and stored: names need not be UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def found_file(path: Path, root: Path | None) -> Path:
+    """Return a file named from here, or else from the folder of the images."""
+    return root / path if root and not path.is_file() and (root / path).is_file() else path
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,9 @@ class Pointer:
     @classmethod
     def parse(cls, text: str) -> Pointer:
         """Read `NAME`, `FILE.csv`, `FILE.csv:COLUMN` or `folder:LEVEL`, each also as `NAME=...`."""
-        name, _, where = text.rpartition("=")
+        name, equals, where = text.partition("=")
+        if not equals or "/" in name:  # a path may hold that sign too
+            name, where = "", text
         if match := _LEVEL.fullmatch(where):
             return cls(name or "folder", level=int(match["level"]))
         if match := _CSV.fullmatch(where):
@@ -97,7 +110,12 @@ class Reading:
             raise InvalidSettings(
                 f"size is '{self.size}', expected one number (32) or HEIGHTxWIDTH (48x64)"
             )
-        return int(match[1]), int(match[2] or match[1])
+        height, width = int(match[1]), int(match[2] or match[1])
+        if min(height, width) < MIN_SIDE or max(height, width) > MAX_SIDE:
+            raise InvalidSettings(
+                f"size is {self.size}, expected sides of {MIN_SIDE} to {MAX_SIDE} pixels"
+            )
+        return height, width
 
     def unit_pointer(self) -> Pointer | None:
         """Return where units are written, or None if each record is its own."""
@@ -107,18 +125,25 @@ class Reading:
         """Return where labels are written, if the user said so."""
         return None if self.labels is None else Pointer.parse(self.labels)
 
-    def of_test_split(self, classes: Sequence[str]) -> Reading:
-        """Return how to read the test split of the same source: its units do not matter."""
-        return replace(self, unit=RECORD, classes=tuple(classes))
+    def of_test_split(self, classes: Sequence[str], *, by_name: bool = False) -> Reading:
+        """Return how to read the test split of the same source: its units do not matter.
 
-    def from_anywhere(self) -> Reading:
+        A CSV file of labels goes with it only if it names images; else its rows are of the others.
+        """
+        pointer = self.label_pointer()
+        own = pointer is not None and pointer.file is not None and not by_name
+        return replace(
+            self, unit=RECORD, classes=tuple(classes), labels=None if own else self.labels
+        )
+
+    def from_anywhere(self, root: Path | None = None) -> Reading:
         """Return the same with absolute paths, to be written down."""
 
         def absolute(text: str | None) -> str | None:
             pointer = Pointer.parse(text) if text else None
             if pointer is None or pointer.file is None:
                 return text
-            return str(replace(pointer, file=pointer.file.resolve()))
+            return str(replace(pointer, file=found_file(pointer.file, root).resolve()))
 
         return replace(
             self, unit=absolute(self.unit) or RECORD, labels=absolute(self.labels), data_dir=None

@@ -17,7 +17,7 @@ from understudy.data.images import LabelledImages
 from understudy.data.mosaic import is_mosaic, read_mosaic
 from understudy.data.npz import read_npz
 from understudy.data.parquet import is_parquet, read_parquet
-from understudy.data.reading import RECORD, Reading
+from understudy.data.reading import RECORD, Reading, printable
 from understudy.errors import InvalidData
 from understudy.progress import Progress
 
@@ -31,9 +31,18 @@ def read_source(
     <LabelledImages digits: 10 classes, shape (1, 8, 8)>
     """
     how, report = reading or Reading(), progress or Progress()
+    if not str(source) or not str(source).isprintable():
+        raise InvalidData(
+            f"the source is called {str(source)!r}; expected a known set, or a path that can be "
+            "printed; rename it"
+        )
     if str(source) in CATALOGUE:
         return _read_known(known_set(str(source)), how, report)
-    data = read_path(Path(source), how, report)
+    try:
+        data = read_path(Path(source), how, report)
+    except OSError as error:
+        where = printable(str(error.filename or source))
+        raise InvalidData(f"{where} cannot be read ({error.strerror}); check it") from None
     if data.skipped:
         report.say(
             f"{len(data.skipped)} images could not be read and are left out, the first "
@@ -69,8 +78,17 @@ def read_path(path: Path, reading: Reading, progress: Progress) -> LabelledImage
 
 def _read_known(known: KnownSet, reading: Reading, progress: Progress) -> LabelledImages:
     """Read a known set. What was verified to be public is exempt from a lifetime budget."""
-    if reading.unit != RECORD:
-        raise InvalidData(f"the known set {known.name} has no unit '{reading.unit}'; leave it out")
+    for flag, given in (
+        ("unit", None if reading.unit == RECORD else reading.unit),
+        ("labels", reading.labels),
+        ("classes", reading.classes),
+        ("like", reading.like),
+    ):
+        if given is not None:
+            raise InvalidData(
+                f"--{flag} {given} cannot be given with the known set {known.name}, which has its "
+                "own; leave it out"
+            )
     how = replace(reading, classes=known.class_names)
     if known.name == "digits":
         data = read_digits()
@@ -92,7 +110,7 @@ def _read_known(known: KnownSet, reading: Reading, progress: Progress) -> Labell
         name=known.name,
         source=known.name,
         is_public_benchmark=is_verified,
-        reading=how.from_anywhere(),
+        reading=replace(reading, data_dir=None),
     )
 
 

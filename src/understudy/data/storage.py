@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
+import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -67,8 +69,22 @@ def read_exactly(
         done += len(piece)
 
 
-def existing(path: Path) -> Path:
-    """Return `path`, refusing one that does not exist."""
-    if not path.exists():
-        raise InvalidData(f"{path} does not exist; check the path")
+def regular(path: Path) -> Path:
+    """Return `path`, refusing what is not a file: a pipe would be waited on for ever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise InvalidData(f"{path} cannot be opened ({error.strerror}); check the path") from None
+    if not stat.S_ISREG(mode):
+        raise InvalidData(f"{path} is not a file; check the path")
     return path
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """Sort files by name, numbers in them as numbers: part_9 comes before part_10."""
+
+    def key(path: Path) -> list[tuple[int, int | str]]:
+        parts = re.split(r"([0-9]+)", path.as_posix())
+        return [(1, int(part)) if part.isdigit() else (0, part) for part in parts if part]
+
+    return sorted(paths, key=key)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from understudy.data.reading import Pointer
+from understudy.data.reading import Pointer, printable
+from understudy.data.storage import regular
 from understudy.errors import InvalidData
 
 FILE_COLUMNS = ("file", "filename", "file_name", "image", "path")
@@ -27,10 +30,9 @@ class Table:
     def read(cls, path: Path) -> Table:
         """Read a CSV file (UTF-8, comma or semicolon)."""
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = regular(path).read_text(encoding="utf-8-sig")
         except OSError as error:
-            reason = "does not exist" if not path.exists() else f"cannot be read ({error.strerror})"
-            raise InvalidData(f"{path} {reason}; check the path") from None
+            raise InvalidData(f"{path} cannot be read ({error.strerror}); check the path") from None
         except UnicodeDecodeError:
             raise InvalidData(
                 f"{path} is not a text file in UTF-8; save it as CSV (UTF-8)"
@@ -45,6 +47,8 @@ class Table:
             ]
         except csv.Error as error:
             raise InvalidData(f"{path} is not a CSV file ({error}); save it again") from None
+        if rows and len(set(rows[0])) < len(rows[0]):
+            raise InvalidData(f"the header of {path} names a column twice; rename one")
         if len(rows) < 2:
             raise InvalidData(f"{path} holds no rows below its header; expected one per image")
         for number, row in enumerate(rows, start=1):
@@ -116,11 +120,56 @@ def values_at(
         What the values are called, and one value per image.
     """
     name, values = _look_up(pointer, images, columns)
-    if any(value is None or (isinstance(value, str) and not value) for value in values):
-        first = next(i for i, value in enumerate(values) if value is None or value == "")
-        image = f"image {first}" if isinstance(images, int) else images[first]
-        raise InvalidData(f"{image} has no '{name}'; fill it in, or remove the image")
-    return name, values
+    cells = _cells(name, values)
+    plain = [_plain(cell) for cell in cells]
+    for position, value in enumerate(plain):
+        if value is None:
+            image = f"image {position}" if isinstance(images, int) else printable(images[position])
+            raise InvalidData(
+                f"{image} has no usable '{name}' (found {cells[position]!r}), expected text or a "
+                "whole number; fill it in, or remove the image"
+            )
+    numbers_only = all(isinstance(value, int) for value in plain)
+    return name, plain if numbers_only else [str(value) for value in plain]
+
+
+def units_at(
+    pointer: Pointer | None, images: Sequence[str] | int, columns: Mapping[str, Any]
+) -> tuple[str | None, list[str] | None]:
+    """Look up what a unit is called, and the unit of each image; (None, None) for no pointer."""
+    if pointer is None:
+        return None, None
+    name, values = values_at(pointer, images, columns)
+    return name, [str(value) for value in values]
+
+
+def _cells(name: str, values: Any) -> list[object]:
+    if isinstance(values, list):
+        return values
+    if values.ndim != 1:
+        raise InvalidData(f"'{name}' has {values.ndim} dimensions, expected one value per image")
+    dates = values.dtype.kind == "M"
+    cells: list[object] = values.astype("U").tolist() if dates else values.tolist()
+    return [None if dates and cell == "NaT" else cell for cell in cells]
+
+
+def _plain(value: object) -> int | str | None:
+    """Return a value as text or a whole number, None if it is missing or something else.
+
+    What means the same must be the same, or one unit would count as two: `p1` and `p1 `, 7 and 7.0.
+    """
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str):
+        text = value.strip()
+        return text if text and text.isprintable() else None
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, datetime.date | uuid.UUID):
+        return str(value)
+    return None
 
 
 def _look_up(
@@ -145,6 +194,11 @@ def _csv_values(pointer: Pointer, path: Path, images: Sequence[str] | int) -> tu
     column = table.value_column(pointer.column)
     values, name = table.column(column), pointer.name or column
     if isinstance(images, int):  # no names: rows are in the order of the images
+        if table.file_column is not None:
+            raise InvalidData(
+                f"{path} names images in its column '{table.file_column}', but the images of this "
+                "source have no names; give one row per image, in their order, without that column"
+            )
         if len(values) != images:
             raise InvalidData(
                 f"{path} has {len(values)} rows, the set {images} images; expected one row per "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from understudy.errors import InvalidData
+from understudy.errors import InvalidData, InvalidSettings
 from understudy.nets.convnet import ConvNet
 from understudy.privacy.disclosure import RealImages
 from understudy.privacy.plan import PublicFacts
@@ -36,6 +36,11 @@ class Protocol:
     width: int = 128
     lr: float = 0.01
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("networks", "epochs", "width"):
+            if getattr(self, name) < 1:
+                raise InvalidSettings(f"{name} is {getattr(self, name)}, expected at least 1")
 
 
 @dataclass(frozen=True)

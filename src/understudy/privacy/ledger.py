@@ -19,7 +19,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from understudy.errors import (
 from understudy.files import home, make_directory
 from understudy.privacy.plan import Plan
 
-FORMAT = 1
+FORMAT = 2
 MOST_ATTEMPTS = 100
 """Starts of one block, after which the run must be abandoned: it is no chance that kills it."""
 
@@ -58,6 +58,12 @@ CREATE TABLE disclosures (
   id INTEGER PRIMARY KEY, data_set INTEGER REFERENCES data_sets, what TEXT NOT NULL,
   purpose TEXT NOT NULL, disclosed REAL NOT NULL) STRICT;
 """
+IMAGES_SCHEMA = """
+CREATE TABLE images (
+  tag BLOB NOT NULL, data_set INTEGER NOT NULL REFERENCES data_sets, PRIMARY KEY (tag, data_set)
+) STRICT, WITHOUT ROWID
+"""
+"""Keyed digests of single images, since format 2: they show that two sets share records."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,11 @@ class Ledger:
             if not run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
                 for statement in SCHEMA.split(";"):
                     run(statement)
-                run("INSERT INTO meta VALUES ('format', ?)", (str(FORMAT).encode(),))
+                run("INSERT INTO meta VALUES ('format', ?)", (b"1",))
                 run("INSERT INTO meta VALUES ('key', ?)", (secrets.token_bytes(32),))
+            if run("SELECT value FROM meta WHERE key = 'format'").fetchone()["value"] == b"1":
+                run(IMAGES_SCHEMA)
+                run("UPDATE meta SET value = ? WHERE key = 'format'", (str(FORMAT).encode(),))
             meta = {row["key"]: row["value"] for row in run("SELECT * FROM meta")}
         if int(meta["format"]) != FORMAT:
             raise LedgerError(
@@ -212,6 +221,11 @@ class Ledger:
             code.update(len(part).to_bytes(8, "big"))
             code.update(part)
         return code.digest()
+
+    def tags(self, images: Iterable[memoryview]) -> set[bytes]:
+        """Return a keyed digest of each image."""
+        key = self.mac(b"images")
+        return {hashlib.blake2b(image, digest_size=16, key=key).digest() for image in images}
 
     # Runs
 
@@ -339,6 +353,16 @@ class Ledger:
         """Return the rows of registered data sets."""
         return self._connection.execute(
             f"SELECT * FROM data_sets WHERE {where} ORDER BY id", values
+        ).fetchall()
+
+    def shared_images(self, tags: set[bytes]) -> list[sqlite3.Row]:
+        """Return the data sets that hold images with these tags, with their number (`shared`)."""
+        self._connection.execute("CREATE TEMP TABLE IF NOT EXISTS asked (tag BLOB PRIMARY KEY)")
+        self._connection.execute("DELETE FROM asked")
+        self._connection.executemany("INSERT INTO asked VALUES (?)", ((tag,) for tag in tags))
+        return self._connection.execute(
+            "SELECT data_sets.*, count(*) AS shared FROM asked JOIN images USING (tag)"
+            " JOIN data_sets ON data_sets.id = images.data_set GROUP BY data_sets.id"
         ).fetchall()
 
     def disclose(self, data_set: int | None, *, what: str, purpose: str) -> None:

@@ -12,6 +12,8 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,20 +90,32 @@ class Registration:
         return np.sort(order[held:]), np.sort(order[:held])
 
 
-def _digests(ledger: Ledger, data: LabelledImages) -> tuple[bytes, bytes]:
-    """Return keyed digests of the whole set, and of its pixels alone."""
-    pixels, labels, units = (
-        memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))  # type: ignore[arg-type]
-        for array in (data.images, data.labels, data.units)
-    )
-    header = json.dumps([data.images.shape, data.class_names, data.unit]).encode()
-    return ledger.mac(header, pixels, labels, units), ledger.mac(pixels)
+@dataclass(frozen=True)
+class _Fingerprint:
+    """Keyed digests of a data set: of the whole, of its pixels alone, of each image."""
+
+    whole: bytes
+    pixels: bytes
+    images: set[bytes]
+
+    @classmethod
+    def of(cls, ledger: Ledger, data: LabelledImages, *, each: bool = False) -> _Fingerprint:
+        pixels, labels, units = (
+            memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+            for array in (data.images, data.labels, data.units)
+        )
+        header = json.dumps([data.images.shape, data.class_names, data.unit]).encode()
+        size = len(pixels) // len(data.images)
+        single = (pixels[at : at + size] for at in range(0, len(pixels), size)) if each else ()
+        return cls(
+            ledger.mac(header, pixels, labels, units), ledger.mac(pixels), ledger.tags(single)
+        )
 
 
 def is_registered_as(ledger: Ledger, data: LabelledImages, registration: Registration) -> bool:
     """Say whether `data` holds exactly the records of `registration`."""
     (row,) = ledger.data_sets("id = ?", (registration.id,))
-    return bool(row["digest"] == _digests(ledger, data)[0])
+    return bool(row["digest"] == _Fingerprint.of(ledger, data).whole)
 
 
 def find(ledger: Ledger, data: LabelledImages, *, name: str | None = None) -> Registration | None:
@@ -111,17 +125,39 @@ def find(ledger: Ledger, data: LabelledImages, *, name: str | None = None) -> Re
         DataChanged: its name or path is registered with other records, or its pixels with other
             labels, classes or units.
     """
-    if (same := find_exactly(ledger, data, name=name)) is not None:
+    fingerprint = _Fingerprint.of(ledger, data)
+    if (same := _same(ledger, fingerprint, name)) is not None:
         return same
-    _, pixels = _digests(ledger, data)
+    _refuse_changed(ledger, data, fingerprint, name)
+    return None
+
+
+def find_exactly(ledger: Ledger, data: LabelledImages) -> Registration | None:
+    """Return the registration of exactly this data set, or None."""
+    return _same(ledger, _Fingerprint.of(ledger, data), None)
+
+
+def _same(ledger: Ledger, fingerprint: _Fingerprint, name: str | None) -> Registration | None:
+    rows = ledger.data_sets("digest = ?", (fingerprint.whole,))
+    if rows and name not in (None, rows[0]["name"]):
+        raise DataChanged(
+            f"this data set is registered as '{rows[0]['name']}', not '{name}'; use that name"
+        )
+    return _from_row(rows[0]) if rows else None
+
+
+def _refuse_changed(
+    ledger: Ledger, data: LabelledImages, fingerprint: _Fingerprint, name: str | None
+) -> None:
+    """Refuse a set whose name, path or pixels are registered with something else."""
     known = ledger.data_sets(
-        "name = ? OR source = ? OR pixels = ?", (name or "", data.source or "", pixels)
+        "name = ? OR source = ? OR pixels = ?", (name, data.source, fingerprint.pixels)
     )
     if not known:
-        return None
+        return
     row, what = known[-1], data.source or data.name
     facts = PublicFacts.from_json(json.loads(row["facts"]))
-    if row["pixels"] == pixels and facts.unit != data.unit:
+    if row["pixels"] == fingerprint.pixels and facts.unit != data.unit:
         raise DataChanged(
             f"{what} is registered as '{row['name']}' with unit {facts.unit}, now it is read with "
             f"unit {data.unit}; pass the --unit that it was registered with"
@@ -132,16 +168,37 @@ def find(ledger: Ledger, data: LabelledImages, *, name: str | None = None) -> Re
     )
 
 
-def find_exactly(
-    ledger: Ledger, data: LabelledImages, *, name: str | None = None
-) -> Registration | None:
-    """Return the registration of exactly this data set, or None."""
-    rows = ledger.data_sets("digest = ?", (_digests(ledger, data)[0],))
-    if rows and name not in (None, rows[0]["name"]):
-        raise DataChanged(
-            f"this data set is registered as '{rows[0]['name']}', not '{name}'; use that name"
-        )
-    return _from_row(rows[0]) if rows else None
+def _refuse_shared(
+    ledger: Ledger, data: LabelledImages, fingerprint: _Fingerprint, parent: Registration | None
+) -> None:
+    """Refuse a set that shares images, or its place on disk, with one of another budget.
+
+    A record in two sets with a budget each would be protected by neither. Public benchmarks have no
+    budget to protect.
+    """
+    if data.is_public_benchmark:
+        return
+    budget = parent.budget if parent else None
+    for row in ledger.shared_images(fingerprint.images):
+        if row["budget"] != budget and not row["is_public_benchmark"]:
+            raise DataChanged(
+                f"{row['shared']} of the images are also in '{row['name']}'; pass --new-version-of "
+                f"{row['name']} to share its budget, or --unrelated if they are of nobody in both"
+            )
+    for row in ledger.data_sets("NOT is_public_benchmark"):
+        if row["budget"] != budget and _overlap(row["source"], data.source):
+            raise DataChanged(
+                f"{data.source} lies in, or holds, what was registered as '{row['name']}'; pass "
+                f"--new-version-of {row['name']} to share its budget, or --unrelated if no unit is "
+                "in both"
+            )
+
+
+def _overlap(one: str | None, other: str | None) -> bool:
+    if not one or not other:
+        return False
+    a, b = Path(one), Path(other)
+    return a.is_absolute() and b.is_absolute() and (a.is_relative_to(b) or b.is_relative_to(a))
 
 
 def all_registered(ledger: Ledger) -> list[Registration]:
@@ -155,12 +212,21 @@ def register(ledger: Ledger, data: LabelledImages, terms: RegistrationTerms) -> 
     The number of units (N0), class names, shape and normalisation become public facts here and are
     never computed again.
     """
-    if (existing := find_exactly(ledger, data, name=terms.name)) is not None:
-        _check_same_terms(existing, terms)
-        return existing
-    if terms.new_version_of is None and not terms.unrelated:
-        find(ledger, data, name=terms.name)  # refuses a changed set
-    return _insert(ledger, data, terms, declared_facts(data, terms))
+    fingerprint = _Fingerprint.of(ledger, data, each=True)
+    # One transaction from the look-up on: of two processes that race, one finds it registered.
+    with ledger.transaction() as execute:
+        if (existing := _same(ledger, fingerprint, terms.name)) is not None:
+            _check_same_terms(existing, terms)
+            return existing
+        facts = declared_facts(data, terms)
+        parent = _parent(ledger, data, terms, facts)
+        if not terms.unrelated:
+            if parent is None:
+                _refuse_changed(ledger, data, fingerprint, terms.name)
+            _refuse_shared(ledger, data, fingerprint, parent)
+        elif ledger.data_sets("pixels = ?", (fingerprint.pixels,)):
+            raise DataChanged("these very images are registered already, so they are not unrelated")
+        return _insert(execute, data, terms, facts, parent=parent, fingerprint=fingerprint)
 
 
 def declared_facts(data: LabelledImages, terms: RegistrationTerms) -> PublicFacts:
@@ -187,43 +253,50 @@ def declared_facts(data: LabelledImages, terms: RegistrationTerms) -> PublicFact
 
 
 def _insert(
-    ledger: Ledger, data: LabelledImages, terms: RegistrationTerms, facts: PublicFacts
+    execute: Any,
+    data: LabelledImages,
+    terms: RegistrationTerms,
+    facts: PublicFacts,
+    *,
+    parent: Registration | None,
+    fingerprint: _Fingerprint,
 ) -> Registration:
-    digest, pixels = _digests(ledger, data)
-    parent = _parent(ledger, terms, facts)
     lineage = "declared unrelated" if terms.unrelated else "first"
-    with ledger.transaction() as execute:
-        taken = {row[0] for row in execute("SELECT name FROM data_sets")}
-        row = execute(
-            "INSERT INTO data_sets (name, budget, digest, pixels, source, facts, relation, lineage,"
-            " lifetime_epsilon, is_public_benchmark, hold_out, secret, registered)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
-            (
-                _free_name(terms.name or data.name, taken),
-                parent.budget if parent else 0,
-                digest,
-                pixels,
-                data.source,
-                json.dumps(facts.to_json()),
-                RELATION,
-                f"version of {parent.name}" if parent else lineage,
-                parent.lifetime_epsilon if parent else terms.lifetime_epsilon,
-                # A new version cannot escape the limit of the set that it replaces.
-                parent.is_public_benchmark
-                if parent
-                else terms.public_benchmark or data.is_public_benchmark,
-                terms.hold_out,
-                secrets.token_bytes(32),
-                time.time(),
-            ),
-        ).fetchone()
-        if parent is None:
-            execute("UPDATE data_sets SET budget = id WHERE id = ?", (row["id"],))
-        row = execute("SELECT * FROM data_sets WHERE id = ?", (row["id"],)).fetchone()
-    return _from_row(row)
+    is_public = terms.public_benchmark or data.is_public_benchmark
+    # A new version cannot escape the limit of the set that it replaces.
+    is_exempt = is_public and (parent is None or parent.is_public_benchmark)
+    taken = {row[0] for row in execute("SELECT name FROM data_sets")}
+    row = execute(
+        "INSERT INTO data_sets (name, budget, digest, pixels, source, facts, relation, lineage,"
+        " lifetime_epsilon, is_public_benchmark, hold_out, secret, registered)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
+        (
+            _free_name(terms.name or data.name, taken),
+            parent.budget if parent else 0,
+            fingerprint.whole,
+            fingerprint.pixels,
+            data.source,
+            json.dumps(facts.to_json()),
+            RELATION,
+            f"version of {parent.name}" if parent else lineage,
+            parent.lifetime_epsilon if parent else terms.lifetime_epsilon,
+            is_exempt,
+            terms.hold_out,
+            secrets.token_bytes(32),
+            time.time(),
+        ),
+    ).fetchone()
+    if parent is None:
+        execute("UPDATE data_sets SET budget = id WHERE id = ?", (row["id"],))
+    if not is_exempt:
+        for tag in fingerprint.images:
+            execute("INSERT INTO images VALUES (?, ?)", (tag, row["id"]))
+    return _from_row(execute("SELECT * FROM data_sets WHERE id = ?", (row["id"],)).fetchone())
 
 
-def _parent(ledger: Ledger, terms: RegistrationTerms, facts: PublicFacts) -> Registration | None:
+def _parent(
+    ledger: Ledger, data: LabelledImages, terms: RegistrationTerms, facts: PublicFacts
+) -> Registration | None:
     """Return the data set that this one is a new version of, its terms being compatible."""
     if terms.new_version_of is None:
         return None
@@ -238,6 +311,11 @@ def _parent(ledger: Ledger, terms: RegistrationTerms, facts: PublicFacts) -> Reg
         raise RelationMixed(
             f"'{parent.name}' counts units as {old[0]} (at most {old[1]} records each), this "
             f"version as {facts.unit} (at most {facts.max_per_unit}); one budget has one unit"
+        )
+    if parent.is_public_benchmark and not (data.is_public_benchmark or terms.public_benchmark):
+        raise RelationMixed(
+            f"'{parent.name}' is a public benchmark, so it has no budget to share; register this "
+            "set by itself"
         )
     if terms.lifetime_epsilon not in (None, parent.lifetime_epsilon):
         raise BudgetRefused(
