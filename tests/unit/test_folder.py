@@ -169,7 +169,8 @@ def test_other_files_are_left_out_with_a_notice(folder):
 
 
 def test_progress_counts_to_the_end(folder, monkeypatch):
-    monkeypatch.setattr(decode, "AT_ONCE", 4)
+    monkeypatch.setattr(decode, "PER_TASK", 2)
+    monkeypatch.setattr(decode, "WORKERS", 2)
     notes = Notes()
     read_source(folder, None, notes)
     assert notes.counted == {"reading images": (2, 2)}

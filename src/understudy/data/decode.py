@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +26,10 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 MAX_PIXELS = 2**26
 """An image that claims more than 64 million pixels is not decoded: it may be a bomb."""
 WORKERS = min(16, os.cpu_count() or 1)
-AT_ONCE = 16 * WORKERS
-"""Images in memory at any time beside the finished array."""
+LARGE = 2**14
+"""Files of more bytes are decoded in parallel."""
+PER_TASK = 16
+"""Images that a worker decodes before it reports: small ones take less time than a report."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class ImageFile:
 
     name: str
     content: Path | bytes
+
+    @property
+    def is_large(self) -> bool:
+        """Whether decoding takes longer than starting to decode."""
+        if isinstance(self.content, bytes):
+            return len(self.content) > LARGE
+        return self.content.is_file() and self.content.stat().st_size > LARGE
 
 
 @dataclass(frozen=True)
@@ -83,13 +91,20 @@ def decode_images(
 def _in_order(
     files: Iterable[ImageFile], count: int, reading: Reading, progress: Progress
 ) -> Iterator[tuple[int, ImageFile, NDArray[np.uint8] | str]]:
-    decode = partial(_decode_or_explain, reading=reading)
-    remaining = iter(files)
-    done = 0
+    remaining, done = iter(files), 0
+    size, channels = reading.target_size(), reading.channels
+
+    def decoded(task: Sequence[ImageFile]) -> list[NDArray[np.uint8] | str]:
+        return [_decode_or_explain(file, size, channels) for file in task]
+
+    at_once = PER_TASK * WORKERS
     with ThreadPoolExecutor(WORKERS) as pool:
-        for _ in progress.steps(range(-(-count // AT_ONCE)), what="reading images"):
-            some = list(islice(remaining, AT_ONCE))
-            for file, found in zip(some, pool.map(decode, some), strict=True):
+        for _ in progress.steps(range(-(-count // at_once)), what="reading images"):
+            some = list(islice(remaining, at_once))
+            tasks = [some[start : start + PER_TASK] for start in range(0, len(some), PER_TASK)]
+            # Decoding a small file is mostly Python: threads would only wait for one another.
+            each = pool.map if any(file.is_large for file in some[:PER_TASK]) else map
+            for file, found in zip(some, chain(*each(decoded, tasks)), strict=True):
                 yield done, file, found
                 done += 1
 
@@ -107,9 +122,11 @@ def _mixed(name: str, shape: tuple[int, ...], model: str, expected: tuple[int, .
     )
 
 
-def _decode_or_explain(file: ImageFile, reading: Reading) -> NDArray[np.uint8] | str:
+def _decode_or_explain(
+    file: ImageFile, size: tuple[int, int] | None, channels: int | None
+) -> NDArray[np.uint8] | str:
     try:
-        return decode_image(file.content, reading)
+        return decode_image(file.content, size, channels)
     except InvalidData as error:
         return str(error)
     except Exception as error:  # what a decoder raises on a damaged file is anything at all
@@ -117,18 +134,19 @@ def _decode_or_explain(file: ImageFile, reading: Reading) -> NDArray[np.uint8] |
         return text.splitlines()[0] if "BytesIO" not in text else "not an image"
 
 
-def decode_image(content: Path | bytes, reading: Reading) -> NDArray[np.uint8]:
-    """Decode one image to (c, h, w): upright, converted and resized as `reading` says."""
+def decode_image(
+    content: Path | bytes, size: tuple[int, int] | None, channels: int | None
+) -> NDArray[np.uint8]:
+    """Decode one image to (c, h, w): upright, converted and resized if asked for."""
     source: Any = io.BytesIO(content) if isinstance(content, bytes) else regular(content)
     with Image.open(source, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise InvalidData(
                 f"it claims {image.width} x {image.height} pixels, more than {MAX_PIXELS}"
             )
-        size = reading.target_size()
         if size:
             image.draft(None, (max(size), max(size)))  # JPEG: decode no larger than needed
-        return as_array(ImageOps.exif_transpose(image), size, reading.channels)
+        return as_array(ImageOps.exif_transpose(image), size, channels)
 
 
 def as_array(
@@ -138,7 +156,9 @@ def as_array(
     if image.mode.startswith("I"):  # 16 bits: keep the upper 8
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype("u1"))
     is_grey = image.mode in ("1", "L", "LA") if channels is None else channels == 1
-    image = image.convert("L" if is_grey else "RGB")
+    mode = "L" if is_grey else "RGB"
+    if image.mode != mode:
+        image = image.convert(mode)
     if size and size != (image.height, image.width):
         image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BICUBIC)
     pixels = np.asarray(image)
