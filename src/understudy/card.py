@@ -108,7 +108,8 @@ def _guarantee(about: About) -> str:
     epsilon = math.ceil(about.epsilon * 1000) / 1000  # never less than certified
     return (
         f"Differential privacy with epsilon {epsilon:g} and delta {about.delta:g}, for "
-        f"each {unit}: whoever sees this set can hardly tell it from one made after the data of "
-        f"any one {unit} had been emptied. That changes the probability of any outcome at most by "
-        "a factor e^epsilon, but for delta. `certificate.json` says how this was reached."
+        f"each {unit}: had the data of any one {unit} been emptied, every possible outcome would "
+        f"have been about as likely, within a factor of e^epsilon = {math.exp(epsilon):.4g}, but "
+        "for delta. The smaller epsilon is, the less can anyone learn from this set about a single "
+        f"{unit}. `certificate.json` says how this was reached."
     )

@@ -70,7 +70,9 @@ class Output(Progress):
             TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
             TextColumn("{task.fields[spent]}"),
         ]  # fmt: skip
-        with Bar(*columns, console=self.console, transient=True) as bar:
+        # Into a file or a pipe a bar would only print empty lines.
+        hidden = not self.console.is_terminal
+        with Bar(*columns, console=self.console, transient=True, disable=hidden) as bar:
             task = bar.add_task(what, total=steps.stop, completed=steps.start, spent="")
             asked = 0.0
             for step in steps:
