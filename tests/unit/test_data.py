@@ -22,6 +22,7 @@ def test_digits_are_split_as_stated():
     assert len(digits.images) == 1438
     assert len(digits.test.images) == 359
     assert digits.is_public_benchmark
+    assert digits.name == digits.test.name == "digits"
     pixels = digits.images / 255
     assert digits.normalisation.mean[0] == pytest.approx(pixels.mean(), abs=0.005)
     assert digits.normalisation.std[0] == pytest.approx(pixels.std(), abs=0.005)

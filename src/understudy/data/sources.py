@@ -106,8 +106,7 @@ def _read_known(known: KnownSet, reading: Reading, progress: Progress) -> Labell
         data = read_path(_placed(known, reading), how, progress)
     is_verified = known.name == "digits" or known.can_be_fetched
     return replace(
-        _dressed(data, known),
-        name=known.name,
+        _dressed(replace(data, name=known.name), known),
         source=known.name,
         is_public_benchmark=is_verified,
         reading=replace(reading, data_dir=None),
