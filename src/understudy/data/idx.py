@@ -7,7 +7,6 @@ split), or one file of images with its file of labels beside it.
 from __future__ import annotations
 
 import gzip
-import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from understudy.data.arrays import assemble
 from understudy.data.images import LabelledImages, pack_images
 from understudy.data.reading import Reading
-from understudy.data.storage import allocate, read_exactly, refuse_impossible, regular
+from understudy.data.storage import allocate, claimed_bytes, read_exactly, regular
 from understudy.errors import InvalidData
 
 UNSIGNED_BYTE = 8
@@ -84,8 +83,7 @@ def read_array(path: Path, *, dimensions: Sequence[int]) -> NDArray[np.uint8]:
     try:
         with gzip.open(path, "rb") if is_compressed else path.open("rb") as stream:
             shape = _header(path, stream, dimensions)
-            claimed = math.prod(shape)
-            refuse_impossible(str(path), claimed, size, compressed=is_compressed)
+            claimed = claimed_bytes(str(path), shape, size, compressed=is_compressed)
             array = allocate(shape)
             read_exactly(str(path), stream, array)
             if stream.read(1):

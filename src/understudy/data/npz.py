@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from understudy.data.arrays import assemble
 from understudy.data.images import LabelledImages, pack_chunks
 from understudy.data.reading import Reading
-from understudy.data.storage import CHUNK, read_exactly, refuse_impossible, regular
+from understudy.data.storage import CHUNK, claimed_bytes, read_exactly, regular
 from understudy.errors import InvalidData
 
 DAMAGE = (OSError, EOFError, zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError,
@@ -133,9 +133,9 @@ class Archive(Mapping[str, NDArray[Any]]):
                 header = _header(stream)
                 if header.dtype.hasobject:
                     raise InvalidData(f"{name} holds Python objects, expected numbers or text")
-                claimed = math.prod(header.shape) * header.dtype.itemsize
                 compressed = member.compress_type == zipfile.ZIP_DEFLATED
-                refuse_impossible(name, claimed, member.compress_size, compressed=compressed)
+                shape = (*header.shape, header.dtype.itemsize)
+                claimed_bytes(name, shape, member.compress_size, compressed=compressed)
                 yield stream, header
         except DAMAGE as error:
             raise self._damaged(error) from None

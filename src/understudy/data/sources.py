@@ -43,6 +43,10 @@ def read_source(
     except OSError as error:
         where = printable(str(error.filename or source))
         raise InvalidData(f"{where} cannot be read ({error.strerror}); check it") from None
+    except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        # A damaged file that no reader foresaw: still one line for the user.
+        reason = printable((str(error) or type(error).__name__).splitlines()[0])
+        raise InvalidData(f"{source} cannot be read ({reason}); it may be damaged") from error
     if data.skipped:
         report.say(
             f"{len(data.skipped)} images could not be read and are left out, the first "

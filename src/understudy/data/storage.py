@@ -42,14 +42,18 @@ def allocate(shape: Sequence[int]) -> NDArray[np.uint8]:
         return np.asarray(np.memmap(file, np.uint8, "r+", shape=tuple(shape)))
 
 
-def refuse_impossible(name: str, claimed: int, file_bytes: int, *, compressed: bool) -> None:
-    """Refuse a header that claims more bytes than a file of `file_bytes` can hold."""
+def claimed_bytes(name: str, shape: Sequence[int], file_bytes: int, *, compressed: bool) -> int:
+    """Return the bytes that a header claims, refusing more than a file of `file_bytes` can hold."""
+    if 0 in shape:
+        raise InvalidData(f"{name} is empty (shape {tuple(shape)}): the set holds no images")
+    claimed = math.prod(shape)
     most = file_bytes * DEFLATE_RATIO if compressed else file_bytes
     if claimed > most:
         raise InvalidData(
             f"{name} says that it holds {claimed} bytes of data, but is {file_bytes} bytes long; "
             "it is damaged or was cut short; copy it again"
         )
+    return claimed
 
 
 def read_exactly(
