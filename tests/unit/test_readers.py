@@ -34,8 +34,9 @@ from sources import (
 from understudy.data import storage
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Pointer, Reading
-from understudy.data.sources import read_source
+from understudy.data.sources import read_path, read_source
 from understudy.errors import InvalidData, InvalidSettings
+from understudy.progress import Progress
 
 # The same examples every time: a build must not fail by chance. Raise max_examples to find more.
 FEW = settings(
@@ -105,7 +106,8 @@ def test_damaged_files_are_refused_or_read(name, data, intact, tmp_path_factory)
                 del content[at : at + data.draw(st.integers(1, 9))]
     victim.write_bytes(bytes(content))
     with contextlib.suppress(InvalidData):
-        assert isinstance(read_source(copy), LabelledImages)
+        # Past the net of `read_source`, which would hide what a reader did not foresee.
+        assert isinstance(read_path(copy, Reading(), Progress()), LabelledImages)
 
 
 @settings(FEW, max_examples=40)
@@ -269,13 +271,13 @@ def test_parquet_rows_that_are_no_images(tmp_path):
     from pyarrow import parquet
 
     good = [encoded(image) for image in pictures(5)]
-    table = pa.table({"image": [*good, b"no image", None], "label": [0, 1, 0, 1, 0, 1, 1]})
+    table = pa.table({"image": [b"no image", None, *good], "label": [1, 1, 0, 1, 0, 1, 0]})
     parquet.write_table(table, tmp_path / "set.parquet")
-    with pytest.raises(InvalidData, match="row 5 cannot be read"):
+    with pytest.raises(InvalidData, match="row 0 cannot be read"):
         read_source(tmp_path / "set.parquet")
     data = read_source(tmp_path / "set.parquet", Reading(skip_bad=True))
     assert len(data.images) == 5
-    assert [name[-5:] for name in data.skipped] == ["row 5", "row 6"]
+    assert [name[-5:] for name in data.skipped] == ["row 0", "row 1"]
     assert data.labels.tolist() == [0, 1, 0, 1, 0]
 
 
@@ -414,7 +416,7 @@ def test_what_means_the_same_is_the_same_unit(tmp_path, ids, units):
 def test_rows_with_names_are_not_matched_by_their_order(tmp_path):
     images, labels = pictures(4), np.arange(4) % 2
     csv = tmp_path / "people.csv"
-    csv.write_text("file,person\n3.png,d\n2.png,c\n1.png,b\n0.png,a\n")
+    csv.write_text("file,person\n3.png,a\n2.png,a\n1.png,b\n0.png,c\n")
     nameless = write_npz(tmp_path, images, labels)
     with pytest.raises(InvalidData, match="have no names"):
         read_source(nameless, Reading(unit=str(csv)))
@@ -424,12 +426,8 @@ def test_rows_with_names_are_not_matched_by_their_order(tmp_path):
     cells = [{"bytes": encoded(image), "path": f"{n}.png"} for n, image in enumerate(images)]
     path = tmp_path / "set.parquet"
     parquet.write_table(pa.table({"image": cells, "label": labels, "person": list("wxyz")}), path)
-    for how in (str(csv), f"{csv}:person"):
-        data = read_source(path, Reading(unit=how))
-        csv_units = [["d", "c", "b", "a"].index(x) for x in "abcd"]
-        assert data.units.tolist() == [csv_units.index(u) for u in csv_units]
-    csv.write_text("file,person\n3.png,a\n2.png,c\n1.png,b\n0.png,a\n")
-    assert read_source(path, Reading(unit=str(csv))).units.tolist() == [0, 1, 2, 0]
+    for how in (str(csv), f"{csv}:person"):  # by order it would be 0, 0, 1, 2
+        assert read_source(path, Reading(unit=how)).units.tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("column", [[[1], [2], [3], [4]], [{"a": 1}] * 4, [1, None, 2, 3]])

@@ -95,7 +95,7 @@ def _in_order(
     size, channels = reading.target_size(), reading.channels
 
     def decoded(task: Sequence[ImageFile]) -> list[NDArray[np.uint8] | str]:
-        return [_decode_or_explain(file, size, channels) for file in task]
+        return [decode_or_explain(file, size, channels) for file in task]
 
     at_once = PER_TASK * WORKERS
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -122,9 +122,10 @@ def _mixed(name: str, shape: tuple[int, ...], model: str, expected: tuple[int, .
     )
 
 
-def _decode_or_explain(
+def decode_or_explain(
     file: ImageFile, size: tuple[int, int] | None, channels: int | None
 ) -> NDArray[np.uint8] | str:
+    """Return the decoded image, or why it cannot be decoded."""
     try:
         return decode_image(file.content, size, channels)
     except InvalidData as error:

@@ -7,17 +7,16 @@ A folder with mosaics (WebP or PNG, in the order of their names; the last may be
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from PIL import Image
+from numpy.typing import NDArray
 
 from understudy.data.arrays import assemble
-from understudy.data.decode import FORMATS, MAX_PIXELS, as_array
+from understudy.data.decode import ImageFile, decode_or_explain
 from understudy.data.images import LabelledImages, check_side
 from understudy.data.npz import Archive
 from understudy.data.reading import Pointer, Reading
-from understudy.data.storage import allocate, in_order, regular
+from understudy.data.storage import allocate, in_order
 from understudy.errors import InvalidData
 from understudy.progress import Progress
 
@@ -53,7 +52,7 @@ def _mosaics(path: Path) -> list[Path]:
     return in_order(p for p in path.iterdir() if p.suffix.lower() in (".webp", ".png"))
 
 
-def _tiles(path: Path, count: int, progress: Progress) -> Any:
+def _tiles(path: Path, count: int, progress: Progress) -> NDArray[np.uint8]:
     """Cut the mosaics into their tiles, row by row."""
     files, done = _mosaics(path), 0
     tiles = np.empty((0, 1, 1, 1), np.uint8)
@@ -96,11 +95,8 @@ def _tiles(path: Path, count: int, progress: Progress) -> Any:
     return tiles
 
 
-def _mosaic(file: Path) -> Any:
-    try:
-        with Image.open(regular(file), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise InvalidData(f"it claims {image.width} x {image.height} pixels")
-            return as_array(image, None, None)
-    except Exception as error:  # what a decoder raises on a damaged file is anything at all
-        raise InvalidData(f"{file} cannot be read ({error}); copy it again") from None
+def _mosaic(file: Path) -> NDArray[np.uint8]:
+    found = decode_or_explain(ImageFile(str(file), file), None, None)
+    if isinstance(found, str):
+        raise InvalidData(f"{file} cannot be read ({found}); copy it again")
+    return found

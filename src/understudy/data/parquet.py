@@ -183,7 +183,7 @@ class _Table:
         try:
             for batch in self.file.iter_batches(ROWS_AT_ONCE, columns=[column]):
                 yield batch.column(0)
-        except Exception as error:
+        except Exception as error:  # again anything at all
             raise _damaged(self.path, error) from None
 
 

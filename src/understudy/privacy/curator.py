@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from understudy.errors import Interrupted, PlanExhausted, PlanViolation
+from understudy.nets.params import Params
 from understudy.privacy.accounting import Calibration, epsilon_of
 from understudy.privacy.blocks import Blocks
-from understudy.privacy.gradients import Loss, Params
+from understudy.privacy.gradients import Loss
 from understudy.privacy.plan import Kind, Plan, PublicFacts
 from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from understudy.errors import PlanViolation
+from understudy.nets.params import Params
 from understudy.privacy.layers import Layer, Tape, UnknownUse
 from understudy.privacy.records import Contribution
 
-Params = dict[str, Tensor]
 Loss = Callable[[Params, Tensor, Tensor], Tensor]
 """Map (params, image (c, h, w) in [0, 1], label ()) of one record to its loss."""
 

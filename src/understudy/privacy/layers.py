@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Params = dict[str, Tensor]
+from understudy.nets.params import Params
+
 PLAIN = ("shape", "ndim", "dtype", "device")
 """What a network may ask of a parameter beside using it in a layer."""
 

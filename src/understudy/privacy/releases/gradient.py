@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from understudy.nets.params import Params
 from understudy.privacy.bounded import noisy_bounded_sum
-from understudy.privacy.gradients import Loss, Params, gradient_rows, split_like
+from understudy.privacy.gradients import Loss, gradient_rows, split_like
 from understudy.privacy.sampling import Access
 
 
