@@ -20,6 +20,7 @@ from understudy.privacy.records import Records
 from understudy.privacy.registration import RegistrationTerms, register
 from understudy.privacy.sampling import Access
 from understudy.privacy.vault import Vault
+from understudy.training.engine import Engine
 
 CPU = torch.device("cpu")
 LOOSE = Budget(epsilon=10.0, delta=1e-5, accountant="renyi")
@@ -75,6 +76,7 @@ def access_to(
         classes=len(data.class_names),
         sampling_rate=sampling_rate,
         noise_multiplier=noise_multiplier,
+        engine=Engine(),
     )
 
 

@@ -38,6 +38,7 @@ from understudy.runs import (
     unfinished_directory,
 )
 from understudy.synthetic import SyntheticSet
+from understudy.training.engine import Engine, choose_device
 
 Data = str | Path | LabelledImages
 
@@ -72,6 +73,8 @@ def synthesize(
     ledger: Ledger | str | Path | None = None,
     resume: bool = False,
     terms: RegistrationTerms | None = None,
+    device: str = "auto",
+    compile: bool = True,
     progress: Progress | None = None,
     **request: Any,
 ) -> Result:
@@ -83,6 +86,8 @@ def synthesize(
         ledger: path of the ledger; by default the user's.
         resume: go on with an unfinished run, asked for with the same arguments.
         terms: how to register a data set that the ledger does not know yet.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
+        compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
         **request: fields of `Request`: `method`, `epsilon`, `delta`, `accountant`, `preset`,
             `settings` (of the method), `seed`, `allow_large_delta`.
@@ -110,6 +115,7 @@ def synthesize(
     asked.budget()  # refuses a bad epsilon or delta before anything else happens
     load_method(asked.method)
     report = progress or Progress()
+    engine = Engine(choose_device(device), compile=compile, say=report.say)
     records = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
     directory = RunDirectory(_choose_directory(out, records.name, asked, resume=resume))
     if resume and directory.is_finished:
@@ -118,7 +124,7 @@ def synthesize(
     with _opened(ledger) as book:
         registered = _registered(book, records, terms or RegistrationTerms(), asked, report)
         job = Job(
-            vault=Vault(records, registered, book),
+            vault=Vault(records, registered, book, engine=engine),
             ledger=book,
             directory=directory,
             asked=asked,
@@ -248,6 +254,8 @@ def evaluate(
     test: Data | None = None,
     ledger: Ledger | str | Path | None = None,
     protocol: Protocol | None = None,
+    device: str = "auto",
+    compile: bool = True,
     progress: Progress | None = None,
 ) -> DownstreamAccuracy:
     """Train networks on a run's set and test them on real records; the result goes to `private/`.
@@ -257,9 +265,12 @@ def evaluate(
         test: test set; by default the registered hold-out, or a built-in set's own test split.
         ledger: where the reading of real records is recorded; by default the run's.
         protocol: how to train.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
+        compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
     """
     run, report = RunDirectory(Path(directory)), progress or Progress()
+    engine = Engine(choose_device(device), compile=compile, say=report.say)
     result = load_result(directory)
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
     # Whoever received a release has no ledger of it: the reading goes into a ledger of their own.
@@ -271,6 +282,7 @@ def evaluate(
             real,
             facts,
             protocol=protocol or Protocol(),
+            engine=engine,
             progress=report,
         )
     if (run.path / "private").is_dir():

@@ -19,6 +19,7 @@ from understudy.privacy.releases.class_sums import FeatureMap, class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
 from understudy.privacy.sampling import Access
+from understudy.training.engine import Engine
 
 REPEATS = 4000
 EPSILON, DELTA = 10.0, 1e-5
@@ -57,6 +58,7 @@ def opened(records: Records, noise_multiplier: float) -> Access:
         classes=3,
         sampling_rate=1.0,
         noise_multiplier=noise_multiplier,
+        engine=Engine(),
     )
 
 

@@ -13,6 +13,7 @@ from door import CPU, a_vault, linear_loss, linear_params, open_curator, records
 from understudy.privacy.randomness import SAMPLER_REACH, SecretRandomness
 from understudy.privacy.releases.class_sums import FeatureMap
 from understudy.privacy.sampling import Access
+from understudy.training.engine import Engine
 
 ALPHA = 1e-4  # chance that a correct implementation fails one of these tests
 
@@ -83,6 +84,7 @@ def access(rate: float, units: int = 2000) -> Access:
         classes=3,
         sampling_rate=rate,
         noise_multiplier=1.0,
+        engine=Engine(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows by layer equal rows by record, for every rule; what has no rule goes record by record."""
+"""Rows by layer equal rows by record, for every rule; what has no rule is copied per record."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from understudy.nets.convnet import ConvNet
-from understudy.privacy.gradients import find_layers, gradient_rows
+from understudy.privacy.gradients import GradientRows, find_layers
 
 IMAGES = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3, 0])
+
+
+def rows_of(loss, params, images=IMAGES, labels=LABELS, *, by_layer=True):
+    blocks = GradientRows(loss, by_layer=by_layer)(params, images, labels)
+    assert [block.shape[1:] for block in blocks] == [p.shape for p in params.values()]
+    return torch.cat([block.flatten(1) for block in blocks], dim=1)
 
 
 def drawn(**shapes):
@@ -77,15 +83,16 @@ KNOWN = [
 @pytest.mark.parametrize("loss", KNOWN)
 def test_rows_by_layer_are_rows_by_record(loss):
     params = drawn(**SHAPES)
-    assert find_layers(loss, params, IMAGES[0], LABELS[0])
-    by_layer = gradient_rows(loss, params, by_layer=True)(IMAGES, LABELS)
-    by_record = gradient_rows(loss, params, by_layer=False)(IMAGES, LABELS)
+    layers, copied = find_layers(loss, params, IMAGES[0], LABELS[0])
+    assert layers
+    assert not copied
+    by_layer, by_record = (rows_of(loss, params, by_layer=how) for how in (True, False))
     assert by_record.abs().max() > 0
     assert torch.allclose(by_layer, by_record, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 8, 8)])
-def test_the_networks_of_the_methods_go_layer_by_layer(shape):
+def test_the_convnet_goes_by_layer_where_its_weights_are_large(shape):
     network = ConvNet(shape, 4, 6)
     params = network.init(torch.Generator().manual_seed(0))
     images = torch.rand(3, *shape)
@@ -93,11 +100,14 @@ def test_the_networks_of_the_methods_go_layer_by_layer(shape):
     def loss(p, image, label):
         return F.cross_entropy(network(p, image[None]), label[None])
 
-    found = find_layers(loss, params, images[0], LABELS[0])
-    assert {layer.weight for layer in found} | {layer.bias for layer in found} == set(params)
-    by_layer = gradient_rows(loss, params, by_layer=True)(images, LABELS[:3])
-    by_record = gradient_rows(loss, params, by_layer=False)(images, LABELS[:3])
-    assert torch.allclose(by_layer, by_record, atol=1e-6)
+    layers, copied = find_layers(loss, params, images[0], LABELS[0])
+    by_layer = {f"conv{b}.weight" for b in range(1, network.depth)} | {"linear.weight"}
+    assert {layer.weight for layer in layers} == by_layer
+    assert set(copied) == set(params) - by_layer - {"linear.bias"}
+    by_layer, by_record = (
+        rows_of(loss, params, images, LABELS[:3], by_layer=how) for how in (True, False)
+    )
+    assert torch.allclose(by_layer, by_record, atol=1e-5)
 
 
 def operator(p, image, label):
@@ -120,21 +130,46 @@ def padded_embedding(p, image, label):
     return F.embedding(label[None], p["e"], padding_idx=0).tanh().sum()
 
 
+def in_a_list(p, image, label):
+    return classes(torch.stack([p["b"], p["d"]]).tanh().sum(0) * image.mean(), label)
+
+
 @pytest.mark.parametrize(
-    "loss", [operator, method_of_a_tensor, grouped, as_input, padded_embedding]
+    "loss", [operator, method_of_a_tensor, grouped, as_input, padded_embedding, in_a_list]
 )
-def test_other_uses_go_record_by_record(loss):
+def test_other_uses_are_copied_for_each_record(loss):
     params = drawn(**SHAPES, g=(6, 1, 3, 3), u=(192,))
-    assert find_layers(loss, params, IMAGES[0], LABELS[0]) == []
-    rows = gradient_rows(loss, params, by_layer=True)(IMAGES, LABELS)
-    assert torch.equal(rows, gradient_rows(loss, params, by_layer=False)(IMAGES, LABELS))
+    layers, copied = find_layers(loss, params, IMAGES[0], LABELS[0])
+    assert not layers
+    assert copied
+    by_layer, by_record = (rows_of(loss, params, by_layer=how) for how in (True, False))
+    assert by_record.abs().max() > 0
+    assert torch.allclose(by_layer, by_record, atol=1e-6)
+
+
+def used_in_both_ways(p, image, label):
+    return classes(F.linear(image.flatten(), p["w"], p["b"]), label) + p["w"].square().sum()
+
+
+def cast_to_another_type(p, image, label):
+    narrow = F.linear(image.flatten().bfloat16(), p["w"].to(torch.bfloat16))
+    return classes(narrow.float() + p["b"].to(torch.float64).float(), label)
+
+
+@pytest.mark.parametrize("loss", [used_in_both_ways, cast_to_another_type])
+def test_a_parameter_may_be_used_by_layer_and_otherwise(loss):
+    params = drawn(**SHAPES)
+    layers, copied = find_layers(loss, params, IMAGES[0], LABELS[0])
+    assert layers
+    assert copied
+    by_layer, by_record = (rows_of(loss, params, by_layer=how) for how in (True, False))
+    assert torch.allclose(by_layer, by_record, atol=1e-6, rtol=1e-2)
 
 
 def test_a_row_depends_on_its_record_alone():
     params = drawn(**SHAPES)
-    rows = gradient_rows(group_norm, params, by_layer=True)
     changed = IMAGES.clone()
     changed[2] = 0
-    before, after = rows(IMAGES, LABELS), rows(changed, LABELS)
+    before, after = rows_of(group_norm, params), rows_of(group_norm, params, changed)
     assert torch.equal(before[[0, 1, 3, 4]], after[[0, 1, 3, 4]])
     assert not torch.equal(before[2], after[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,14 +37,56 @@ def twin(width: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(width * 16, 10))
 
 
+def shared(module: nn.Sequential) -> list[nn.Parameter]:
+    """The twin's parameters, without the biases that its norms take out again."""
+    unused = [layer.bias for layer in module if isinstance(layer, nn.Conv2d)]
+    return [p for p in module.parameters() if all(p is not bias for bias in unused)]
+
+
+def load(module: nn.Sequential, params) -> None:
+    with torch.no_grad():
+        for theirs, ours in zip(shared(module), params.values(), strict=True):
+            theirs.copy_(ours)
+
+
 def test_convnet_is_the_papers():
     network, module = ConvNet((1, 28, 28), 10, width=8), twin(8)
     params = network.init(torch.Generator().manual_seed(0))
-    module.load_state_dict(dict(zip(module.state_dict(), params.values(), strict=True)))
+    params = {n: p + 0.1 * torch.randn(p.shape) if p.ndim == 1 else p for n, p in params.items()}
+    load(module, params)
     images = torch.randn(5, 1, 28, 28)
     assert torch.allclose(network(params, images), module(images), atol=1e-5)
     full = ConvNet((1, 28, 28), 10).init(torch.Generator())
-    assert parameter_count(full) == sum(p.numel() for p in twin(128).parameters()) == 317_706
+    assert parameter_count(full) == sum(p.numel() for p in shared(twin(128))) == 317_322
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 8, 8), (3, 33, 20), (1, 64, 64)])
+def test_convnet_is_the_textbooks_at_any_size(shape):
+    """Against conv, group norm, ReLU and pool one after the other, in float64."""
+    network = ConvNet(shape, 4, width=5)
+    drawn = network.init(torch.Generator().manual_seed(0))
+    params = {n: p.double() + 0.1 * torch.randn(p.shape).double() for n, p in drawn.items()}
+    images = torch.randn(3, *shape, dtype=torch.float64)
+    rows, columns = (a - b for a, b in zip(network.padded, shape[1:], strict=True))
+    hidden = nn.functional.pad(
+        images, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2)
+    )
+    for block in range(network.depth):
+        hidden = nn.functional.conv2d(hidden, params[f"conv{block}.weight"], padding=1)
+        hidden = nn.functional.group_norm(
+            hidden, 5, params[f"norm{block}.weight"], params[f"norm{block}.bias"]
+        )
+        hidden = nn.functional.avg_pool2d(hidden.relu(), 2)
+    expected = hidden.flatten(1) @ params["linear.weight"].T + params["linear.bias"]
+    assert torch.allclose(network(params, images), expected, atol=1e-12)
+
+
+def test_half_precision_maps_change_little():
+    network = ConvNet((1, 28, 28), 10, width=16)
+    params, images = network.init(torch.Generator().manual_seed(0)), torch.randn(8, 1, 28, 28)
+    fine, coarse = network(params, images), replace(network, maps=torch.bfloat16)(params, images)
+    assert coarse.dtype == torch.float32
+    assert (fine - coarse).abs().max() < 0.02 * fine.abs().max()
 
 
 def test_initialisation_follows_torchs_default():
@@ -51,7 +94,7 @@ def test_initialisation_follows_torchs_default():
     for name, module in zip(
         ("conv0", "conv1", "linear"), (twin(128)[0], twin(128)[4], twin(128)[-1]), strict=True
     ):
-        for part in ("weight", "bias"):
+        for part in ("weight", "bias") if name == "linear" else ("weight",):
             ours, torchs = params[f"{name}.{part}"], getattr(module, part)
             assert ours.shape == torchs.shape
             assert ours.abs().max() <= 1 / np.sqrt(module.weight[0].numel())
@@ -75,7 +118,7 @@ def test_depth_follows_the_size(shape, depth, classes):
 def test_fit_equals_torchs_sgd():
     network, module = ConvNet((1, 28, 28), 10, width=4), twin(4)
     params = network.init(torch.Generator().manual_seed(0))
-    module.load_state_dict(dict(zip(module.state_dict(), params.values(), strict=True)))
+    load(module, params)
     images, labels = torch.randn(20, 1, 28, 28), torch.arange(20) % 10
     optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimiser, 3, 0.1)
@@ -86,7 +129,7 @@ def test_fit_equals_torchs_sgd():
         schedule.step()
     sgd = SGD(lr=0.1, epochs=6, momentum=0.9, weight_decay=5e-4, drop_at=3)
     trained = fit(network, params, images, labels, sgd=sgd, generator=torch.Generator())
-    for ours, torchs in zip(trained.values(), module.parameters(), strict=True):
+    for ours, torchs in zip(trained.values(), shared(module), strict=True):
         assert torch.allclose(ours, torchs, atol=1e-4)
 
 
@@ -95,9 +138,9 @@ def test_fit_uses_every_image_once_per_epoch():
     seen = []
 
     class Counting(ConvNet):
-        def __call__(self, params, images):
+        def prepare(self, images):
             seen.append(len(images))
-            return super().__call__(params, images)
+            return super().prepare(images)
 
     network = Counting((1, 8, 8), 2, width=2)
     images, labels = torch.randn(500, 1, 8, 8), torch.arange(500) % 2

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
+from understudy.cli.settings import MachineOptions
 from understudy.evaluation.downstream import Protocol
 from understudy.pipeline import evaluate
 
@@ -21,6 +22,7 @@ def command(
     width: int = 128,
     seed: int = 0,
     ledger: Path | None = None,
+    machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
     """Train networks on a synthetic set and test them on real images.
@@ -47,7 +49,14 @@ def command(
     """
     out = make_output(output)
     protocol = Protocol(networks=networks, epochs=epochs, width=width, seed=seed)
-    found = evaluate(run, test=test, ledger=ledger, protocol=protocol, progress=out)
+    found = evaluate(
+        run,
+        test=test,
+        ledger=ledger,
+        protocol=protocol,
+        **vars(machine or MachineOptions()),
+        progress=out,
+    )
     each = ", ".join(f"{100 * accuracy:.1f}" for accuracy in found.accuracies)
     out.result(
         f"ConvNet accuracy {100 * found.mean:.1f} % (mean of {networks}: {each}) on "

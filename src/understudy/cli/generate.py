@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
-from understudy.cli.settings import given, settings_class
+from understudy.cli.settings import MachineOptions, given, settings_class
 from understudy.data.reading import Reading
 from understudy.pipeline import load_data, synthesize
 from understudy.privacy.registration import RegistrationTerms
@@ -56,6 +56,7 @@ def build(method: str) -> Callable[..., None]:
         options: Annotated[GenerateOptions | None, Parameter(name="*")] = None,
         reading: Annotated[Reading | None, Parameter(name="*", negative_iterable=())] = None,
         terms: Annotated[RegistrationTerms | None, Parameter(name="*")] = None,
+        machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
         output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
         settings: Any = None,
     ) -> None:
@@ -74,6 +75,7 @@ def build(method: str) -> Callable[..., None]:
             ledger=options.ledger,
             resume=options.resume,
             terms=terms,
+            **vars(machine or MachineOptions()),
             progress=out,
             method=options.method,
             epsilon=options.epsilon,

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from understudy.methods import load_method
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Where to compute."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+    compile: bool = True
+    """Compile steps and capture them as CUDA graphs on a GPU; --no-compile to debug."""
 
 
 def settings_class(method: str) -> type:

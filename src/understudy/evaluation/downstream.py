@@ -22,6 +22,7 @@ from understudy.progress import Progress
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 from understudy.training.augmentation import crop_scale_rotate
+from understudy.training.engine import Engine
 from understudy.training.sgd import SGD, fit
 
 TEST_BATCH = 1000
@@ -80,6 +81,7 @@ def downstream_accuracy(
     facts: PublicFacts,
     *,
     protocol: Protocol,
+    engine: Engine | None = None,
     progress: Progress,
 ) -> DownstreamAccuracy:
     """Train ConvNets on `synthetic` and test them on `real`."""
@@ -93,8 +95,10 @@ def downstream_accuracy(
             f"the test set has label {int(real.labels.max())}, the synthetic set {facts.classes} "
             "classes; expected the same classes"
         )
-    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (facts.mean, facts.std))
-    train = (synthetic.images - mean) / std
+    engine = engine or Engine()
+    device = engine.device
+    mean, std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (facts.mean, facts.std))
+    train, labels = (synthetic.images.to(device) - mean) / std, synthetic.labels.to(device)
     network = ConvNet(facts.shape, facts.classes, protocol.width)
     sgd = SGD(
         lr=protocol.lr,
@@ -106,19 +110,20 @@ def downstream_accuracy(
     accuracies = []
     for number in progress.steps(range(protocol.networks)):
         generator = public_generator(protocol.seed, "evaluation", number)
-        params = network.init(generator)
+        params = {name: weight.to(device) for name, weight in network.init(generator).items()}
         params = fit(
             network,
             params,
             train,
-            synthetic.labels,
+            labels,
             sgd=sgd,
             generator=generator,
             augment=crop_scale_rotate,
+            engine=engine,
         )
         predicted = torch.cat(
             [
-                network(params, (part.float() / 255 - mean) / std).argmax(1)
+                network(params, (part.to(device).float() / 255 - mean) / std).argmax(1).cpu()
                 for part in torch.split(real.images, TEST_BATCH)
             ]
         )

@@ -11,7 +11,7 @@ Deviations: see docs/methods/psg.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -138,12 +138,14 @@ class PSG:
 
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
         """Algorithm 1; its loops over r, t and k are counted as one, so that it can be resumed."""
-        config = self.config
+        config, engine = self.config, curator.engine
+        self._move_to(engine.device)
         per_run = config.outer * config.batches
         labels = torch.arange(self.facts.classes).repeat_interleave(config.images_per_class)
+        labels = labels.to(engine.device)
         images = torch.randn(
             (len(labels), *self.facts.shape), generator=public_generator(self.seed, "images")
-        )
+        ).to(engine.device)
         velocity, theta = torch.zeros_like(images), cast(Params, {})
         done, saved = curator.restore()
         if done:
@@ -152,9 +154,9 @@ class PSG:
 
         for step in progress.steps(range(done, config.steps), spent=curator.epsilon_spent):
             if step % per_run == 0:  # a new run r: a fresh network
-                theta = self.network.init(public_generator(self.seed, "network", step // per_run))
+                theta = self._draw_network(step // per_run)
             g_real = curator.gradient(self._loss, theta, clip_norm=config.clip_norm)
-            images, velocity = self._image_step(images, velocity, labels, theta, g_real)
+            images, velocity = engine.run(self._image_step, images, velocity, labels, theta, g_real)
             is_last_batch = (step + 1) % config.batches == 0
             is_last_of_run = (step + 1) % per_run == 0
             if is_last_batch and not is_last_of_run:  # after the last t the network is thrown away
@@ -165,10 +167,20 @@ class PSG:
                     labels,
                     sgd=SGD(lr=config.network_lr, epochs=config.inner),
                     generator=public_generator(self.seed, "order", step),
+                    engine=engine,
                 )
             curator.checkpoint(step + 1, {"images": images, "velocity": velocity, "theta": theta})
         pixels = (images * self._std + self._mean).clamp(0, 1)
-        return SyntheticSet(pixels, labels, self.facts.class_names)
+        return SyntheticSet(pixels.cpu(), labels.cpu(), self.facts.class_names)
+
+    def _move_to(self, device: torch.device) -> None:
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        if device.type == "cuda":  # where bfloat16 halves the traffic, which is all the time
+            self.network = replace(self.network, maps=torch.bfloat16)
+
+    def _draw_network(self, number: int) -> Params:
+        drawn = self.network.init(public_generator(self.seed, "network", number))
+        return {name: weight.to(self._mean.device) for name, weight in drawn.items()}
 
     def _loss(self, theta: Params, image: Tensor, label: Tensor) -> Tensor:
         """Return the classification loss of one private record; runs behind the door."""
@@ -179,7 +191,6 @@ class PSG:
         self, images: Tensor, velocity: Tensor, labels: Tensor, theta: Params, g_real: Params
     ) -> tuple[Tensor, Tensor]:
         """Move the images so that the gradient they give gets nearer to the noisy one."""
-        # Plain autograd: torch.func's grad of a grad gives the same and takes twice the memory.
         pixels = images.detach().requires_grad_()
         weights = {name: weight.detach().requires_grad_() for name, weight in theta.items()}
         loss = mean_loss(self.network, weights, pixels, labels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,12 @@ class Network(Protocol):
 
     def __call__(self, params: Params, images: Tensor) -> Tensor:
         """Map normalised images (n, c, h, w) to logits (n, classes)."""
+
+    def prepare(self, images: Tensor) -> Any:
+        """Do what does not depend on parameters: once for many steps on the same images."""
+
+    def logits(self, params: Params, prepared: Any) -> Tensor:
+        """Map prepared images to logits (n, classes)."""
 
 
 def uniform_fan_in(shape: Sequence[int], *, fan_in: int, generator: torch.Generator) -> Tensor:

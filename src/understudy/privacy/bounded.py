@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from understudy.errors import PlanViolation
-from understudy.privacy.records import Contribution
+from understudy.nets.params import Params
+from understudy.privacy.records import Contribution, Rows
 from understudy.privacy.sampling import Access
 
 GRID_BITS = 20
@@ -21,9 +23,23 @@ LARGEST_RATIO = 1e30
 
 
 def noisy_bounded_sum(
-    access: Access, contribution: Contribution, *, dimension: int, bound: float
+    access: Access,
+    contribution: Contribution,
+    inputs: Params | None = None,
+    *,
+    dimension: int,
+    bound: float,
+    many_times: bool = False,
 ) -> Tensor:
     """Sample units, sum their bounded contributions, add Gaussian noise once.
+
+    Args:
+        access: the records.
+        contribution: what each record adds.
+        inputs: what `contribution` gets beside the records.
+        dimension: of a contribution.
+        bound: on the L2 norm of a unit's contribution.
+        many_times: whether it pays to compile `contribution`.
 
     Privacy:
         Reads the records of the sampled units. A unit's records are summed, then the sum is scaled
@@ -40,12 +56,32 @@ def noisy_bounded_sum(
         raise PlanViolation(
             f"a contribution bound of {bound:g} was given, expected a positive finite number"
         )
+    records, engine = access.records, access.engine
     units = access.sample_units()
-    total = torch.zeros(dimension, dtype=torch.float64, device=units.device)
-    for rows in access.records.unit_rows(units, contribution, dimension):
-        total += clipped_sum(rows, bound)
+    total = torch.zeros(dimension, dtype=torch.float64, device=records.device)
+    if many_times and engine.is_static and records.are_units:
+        step = _BoundedSum(contribution, bound)
+        for places in records.padded_places(units, access.static_batch):
+            total += records.sum_in_place(engine, step, inputs or {}, *places)
+    else:
+        for rows in records.unit_rows(units, contribution, inputs or {}, dimension=dimension):
+            total += clipped_sum(rows, bound)
     noise_std = access.noise_multiplier * bound
     return snapped(total + noise_std * access.randomness.normal(dimension), noise_std)
+
+
+@dataclass(frozen=True)
+class _BoundedSum:
+    """The sum of bounded contributions of one static batch; equal ones are compiled once."""
+
+    contribution: Contribution
+    bound: float
+
+    def __call__(
+        self, images: Tensor, labels: Tensor, inputs: Params, places: Tensor, counts: Tensor
+    ) -> Tensor:
+        rows = self.contribution(inputs, images[places].float() / 255, labels[places])
+        return clipped_sum(rows, self.bound, counts)
 
 
 def snapped(values: Tensor, noise_std: float) -> Tensor:
@@ -61,17 +97,41 @@ def snapped(values: Tensor, noise_std: float) -> Tensor:
     return torch.round(values / grid) * grid
 
 
-def clipped_sum(rows: Tensor, bound: float) -> Tensor:
-    """Scale each row to an L2 norm of at most `bound` and sum them in float64.
+def clipped_sum(rows: Rows, bound: float, counts: Tensor | None = None) -> Tensor:
+    """Scale each row to an L2 norm of at most `bound` and sum them in float64, flat.
 
     Norms and the sum are float64: summing hundreds of float32 rows in float32 would let one unit
-    change the rounding of all others. A row so large that float32 cannot hold its scale counts as
-    not finite.
+    change the rounding of all others. Rows may be bfloat16: the norm is that of the rounded row,
+    and a float32 holds both it and its scale. A row so large that float32 cannot hold its scale
+    counts as not finite.
+
+    Args:
+        rows: blocks (n, ...), float32 or bfloat16.
+        bound: the bound.
+        counts: which rows count (n,); all by default.
     """
-    rows = rows.float()
     limit = bound * (1 - CLIP_MARGIN)
-    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    is_finite = norms < LARGEST_RATIO * limit  # false for NaN and infinity too
-    scale = torch.where(is_finite, limit / norms.clamp(min=limit), 0).float()
-    bounded = torch.where(is_finite[:, None], rows * scale[:, None], 0)
-    return bounded.sum(dim=0, dtype=torch.float64)
+    orders = [_memory_order(block) for block in rows]
+    blocks = [
+        block.permute(order).reshape(len(block), -1)
+        for block, order in zip(rows, orders, strict=True)
+    ]
+    parts = [torch.linalg.vector_norm(block, dim=1, dtype=torch.float64) for block in blocks]
+    norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    is_kept = norms < LARGEST_RATIO * limit  # false for NaN and infinity too
+    if counts is not None:
+        is_kept = is_kept & counts
+    scale = torch.where(is_kept, limit / norms.clamp(min=limit), 0).float()
+    sums = []
+    for row, block, order in zip(rows, blocks, orders, strict=True):
+        bounded = torch.where(is_kept[:, None], block.float() * scale[:, None], 0)
+        total = bounded.sum(dim=0, dtype=torch.float64)
+        sides = [row.shape[dim] for dim in order[1:]]
+        back = [order.index(dim) - 1 for dim in range(1, row.ndim)]
+        sums.append(total.view(sides).permute(back).flatten())
+    return torch.cat(sums)
+
+
+def _memory_order(block: Tensor) -> list[int]:
+    """Order the dimensions as they lie in memory, rows first, so that nothing has to be moved."""
+    return [0, *sorted(range(1, block.ndim), key=block.stride, reverse=True)]

@@ -27,6 +27,7 @@ from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
 from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
+from understudy.training.engine import Engine
 
 State = Mapping[str, Tensor | Mapping[str, Tensor]]
 """What a method needs to go on: tensors by name, or one level of groups of them."""
@@ -48,7 +49,7 @@ class Curator(Sealed):
 
     __slots__ = (
         "_answered", "_blocks", "_bounds", "_committed_at", "_offered", "_pace", "_randomness",
-        "_records", "_spent", "calibration", "facts", "plan",
+        "_records", "_spent", "calibration", "engine", "facts", "plan",
     )  # fmt: skip
 
     def __init__(
@@ -61,8 +62,9 @@ class Curator(Sealed):
         calibration: Calibration,
         blocks: Blocks,
         pace: Pace,
+        engine: Engine,
     ) -> None:
-        self.facts, self.plan, self.calibration = facts, plan, calibration
+        self.facts, self.plan, self.calibration, self.engine = facts, plan, calibration, engine
         self._records, self._randomness = records, randomness
         self._blocks, self._pace = blocks, pace
         self._answered: Counter[str] = Counter()
@@ -138,6 +140,7 @@ class Curator(Sealed):
             classes=self.facts.classes,
             sampling_rate=line.sampling_rate,
             noise_multiplier=self.calibration.noise_multiplier * line.noise_ratio,
+            engine=self.engine,
         )
 
     def _answer(self, release: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -150,7 +153,10 @@ class Curator(Sealed):
             notes = {"answered": answered, "bounds": self.bounds}
             committed = self._blocks.commit(release, call, {"answer": answer}, notes)
         self._answered[release] += 1
-        return committed.tensors["answer"]
+        return self._here(committed.tensors["answer"])
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.engine.device)
 
     # Checkpoints
 
@@ -163,9 +169,9 @@ class Curator(Sealed):
         for name, tensor in saved.tensors.items():
             group, _, key = name.rpartition("/")
             if group:
-                state.setdefault(group, {})[key] = tensor  # type: ignore[index]
+                state.setdefault(group, {})[key] = self._here(tensor)  # type: ignore[index]
             else:
-                state[name] = tensor
+                state[name] = self._here(tensor)
         return saved.step, state
 
     def checkpoint(self, step: int, state: State) -> None:

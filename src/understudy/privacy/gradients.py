@@ -1,8 +1,8 @@
-"""Per-record gradients as rows of one matrix.
+"""Per-record gradients: a block of rows for each parameter.
 
 The loss is applied to one record at a time under `vmap`, so no record can influence another's row,
-whatever the method's function does. Rows come layer by layer where every parameter is used in a
-layer that `layers.py` has a rule for; else `vmap` differentiates the whole loss for each record.
+whatever the method's function does. Parameters used in layers that `layers.py` has a rule for get
+their rows by layer; the others, or all if the loss cannot be followed, record by record.
 """
 
 from __future__ import annotations
@@ -16,80 +16,105 @@ from torch.func import grad, vmap
 
 from understudy.errors import PlanViolation
 from understudy.nets.params import Params
-from understudy.privacy.layers import Layer, Tape, UnknownUse
-from understudy.privacy.records import Contribution
+from understudy.privacy.layers import Layer, Tape
+from understudy.privacy.records import Rows
 
 Loss = Callable[[Params, Tensor, Tensor], Tensor]
 """Map (params, image (c, h, w) in [0, 1], label ()) of one record to its loss."""
 
 
-def gradient_rows(loss: Loss, params: Params, *, by_layer: bool | None = None) -> Contribution:
-    """Return the function from records to their gradients, flattened in `params`' order.
+class GradientRows:
+    """Map (params, images, labels) to the records' gradients, one block of rows per parameter.
 
     Args:
         loss: the loss of one record.
-        params: where to differentiate.
-        by_layer: whether to go layer by layer; by default on a GPU, where it is faster.
+        by_layer: whether to go layer by layer where possible; by default on a GPU. A CPU does as
+            well, and with less memory, when `vmap` does it all.
     """
-    device = next(iter(params.values())).device
-    wanted = device.type == "cuda" if by_layer is None else by_layer
-    layers: list[Layer] | None = None
 
-    def rows(images: Tensor, labels: Tensor) -> Tensor:
-        nonlocal layers
-        if layers is None:
-            layers = find_layers(loss, params, images[0], labels[0]) if wanted else []
+    def __init__(self, loss: Loss, *, by_layer: bool | None = None) -> None:
+        self.loss, self.by_layer = loss, by_layer
+        self._found: Found | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GradientRows) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Loss, bool | None]:
+        return self.loss, self.by_layer
+
+    def __call__(self, params: Params, images: Tensor, labels: Tensor) -> Rows:
+        """Return a block (n, *shape) for each parameter, in `params`' order."""
+        if self._found is None:
+            wanted = images.is_cuda if self.by_layer is None else self.by_layer
+            self._found = (
+                find_layers(self.loss, params, images[0], labels[0]) if wanted else ([], [])
+            )
+        layers, copied = self._found
         if not layers:
-            return _rows_by_record(loss, params, images, labels)
-        return _rows_by_layer(loss, params, layers, images, labels)
+            per_record = one_by_one(lambda x, y: grad(self.loss)(params, x, y))
+            found = cast(Params, per_record(images, labels))
+        else:
+            found = _rows_by_layer(self.loss, params, (layers, copied), (images, labels))
+        return [found[name] for name in params]
 
-    return rows
+
+Found = tuple[list[Layer], list[str]]
+"""The layers through which a loss uses parameters, and the parameters that it uses otherwise."""
 
 
-def find_layers(loss: Loss, params: Params, image: Tensor, label: Tensor) -> list[Layer]:
-    """Return the layers through which the loss uses `params`; none if it uses them otherwise.
+def find_layers(loss: Loss, params: Params, image: Tensor, label: Tensor) -> Found:
+    """Find out how the loss uses `params`; no layers if it cannot be followed.
 
     Only the shapes and types of `image` and `label` matter: zeros go through the loss.
     """
-    tape = Tape(params, None)
+    tape = Tape(params)
     try:
         with torch.no_grad():
             loss(tape.taps(), torch.zeros_like(image), torch.zeros_like(label))
-    except (UnknownUse, TypeError):  # TypeError: an operator, or a function without our hook
-        return []
-    return tape.layers
-
-
-def _rows_by_record(loss: Loss, params: Params, images: Tensor, labels: Tensor) -> Tensor:
-    per_record = one_by_one(lambda image, label: grad(loss)(params, image, label))
-    gradients = cast(Params, per_record(images, labels))
-    return torch.cat([gradients[name].reshape(len(images), -1) for name in params], dim=1)
+    except Exception:  # a use that no tap can stand for; a true error will show itself again
+        return [], []
+    return tape.layers, sorted(tape.copied)
 
 
 def _rows_by_layer(
-    loss: Loss, params: Params, layers: list[Layer], images: Tensor, labels: Tensor
-) -> Tensor:
-    count = len(images)
-    zeros = [images.new_zeros((count, *layer.output)) for layer in layers]
+    loss: Loss, params: Params, found: Found, records: tuple[Tensor, Tensor]
+) -> Params:
+    layers, copied = found
+    count, device = len(records[0]), records[0].device
+    with torch.enable_grad():
+        zeros = [
+            torch.zeros((), dtype=layer.dtype, device=device)
+            .expand(count, *layer.output)
+            .requires_grad_()
+            for layer in layers
+        ]
+        copies = {
+            name: params[name].detach().expand(count, *params[name].shape).requires_grad_()
+            for name in copied
+        }
 
-    def of_record(image: Tensor, label: Tensor, *zeros: Tensor) -> tuple[Tensor, list[Tensor]]:
-        tape = Tape(params, zeros)
-        return loss(tape.taps(), image, label), tape.seen
+        def of_record(
+            image: Tensor, label: Tensor, zeros: list[Tensor], copies: Params
+        ) -> tuple[Tensor, list[Tensor]]:
+            tape = Tape(params, zeros, copies)
+            return loss(tape.taps(), image, label), tape.seen
 
-    def total(zeros: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        losses, seen = cast(Any, one_by_one(of_record)(images, labels, *zeros))
-        return losses.sum(), seen
+        losses, seen = cast(Any, one_by_one(of_record)(*records, zeros, copies))
+        leaves = [*zeros, *copies.values()]
+        slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
 
-    slopes, seen = grad(total, has_aux=True)(zeros)
-    rows: Params = {}
-    for layer, slope, noted in zip(layers, slopes, seen, strict=True):
-        for name, found in layer.rows(slope, noted, params):
-            flat = found.reshape(count, -1)
-            rows[name] = rows[name] + flat if name in rows else flat
+    rows: Params = dict(zip(copied, slopes[len(layers) :], strict=True))
+    for layer, slope, noted in zip(layers, slopes, seen, strict=False):
+        for name, found_rows in layer.rows(slope, noted.detach(), params):
+            rows[name] = rows[name] + found_rows if name in rows else found_rows
     for name, tensor in params.items():
         if name not in rows:  # a parameter that the loss does not use
-            rows[name] = images.new_zeros((count, tensor.numel()))
-    return torch.cat([rows[name] for name in params], dim=1)
+            rows[name] = torch.zeros((count, *tensor.shape), device=device)
+    return rows
 
 
 def one_by_one(function: Callable[..., object]) -> Callable[..., object]:
@@ -100,7 +125,7 @@ def one_by_one(function: Callable[..., object]) -> Callable[..., object]:
     """
     mapped = vmap(function, randomness="error")
 
-    def apply(*records: Tensor) -> object:
+    def apply(*records: object) -> object:
         try:
             return mapped(*records)
         except (RuntimeError, ValueError) as error:

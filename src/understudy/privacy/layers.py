@@ -1,15 +1,17 @@
 """Per-record gradients layer by layer: what each kind of layer notes, and how rows come about.
 
-`vmap` of a gradient gives every record its own copy of the weights, and with it small products that
-no machine likes. But a layer's weight gradient is a product of two things that are cheap for a
-whole batch: the layer's input, and the gradient of its output. So each parameter is replaced by a
-`Tap`. A layer that takes a tap as its weight adds a zero to its output, one per record, and notes
-its input. The gradient with respect to the zeros, times what was noted, record by record, is the
-gradient with respect to the weight.
+Giving every record its own copy of the weights makes large weights the subject of many small
+products, which no machine likes. But a layer's weight gradient is a product of two things that are
+cheap for a whole batch: the layer's input, and the gradient of its output. So each parameter is
+replaced by a `Tap`. A layer that takes a tap as its weight adds a zero to its output, one per
+record, and notes its input. The gradient with respect to the zeros, times what was noted, record by
+record, is the gradient with respect to the weight. A parameter that is used in any other way is
+copied for each record after all; mostly these are small.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,11 +21,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from understudy.nets.params import Params
-
-PLAIN = ("shape", "ndim", "dtype", "device")
-"""What a network may ask of a parameter beside using it in a layer."""
 
 
 class UnknownUse(Exception):
@@ -78,14 +78,40 @@ class _Conv2d(Rule):
     def weight_rows(
         self, slope: Tensor, seen: Tensor, shape: Sequence[int], **options: Any
     ) -> Tensor:
-        patches = F.unfold(seen.flatten(0, 1), tuple(shape[2:]), **options)  # (n * m, c k k, l)
-        slope = slope.flatten(0, 1).flatten(2)  # (n * m, o, l)
-        rows = torch.bmm(slope, patches.transpose(1, 2))
         count, many = seen.shape[:2]
-        return rows.view(count, many, *rows.shape[1:]).sum(1) if many > 1 else rows
+        patches = _patches(seen.flatten(0, 1), shape[2:], **options)  # (n m, l, k k c)
+        slope = slope.flatten(0, 1).movedim(1, -1).flatten(1, 2)  # (n m, l, o)
+        rows = torch.bmm(slope.transpose(1, 2), patches)
+        rows = rows.view(count, many, shape[0], *shape[2:], shape[1]).movedim(-1, 3)
+        return rows.sum(1) if many > 1 else rows[:, 0]
 
     def bias_rows(self, slope: Tensor, shape: Sequence[int]) -> Tensor:
         return slope.sum((1, 3, 4))
+
+
+def _patches(
+    images: Tensor,
+    kernel: Sequence[int],
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """Cut images (n, c, h, w) into what each output pixel sees: (n, pixels, kernel * c).
+
+    `F.unfold` does the same with one launch per image, and with channels first.
+    """
+    (step_y, step_x), (pad_y, pad_x), (far_y, far_x) = map(_pair, (stride, padding, dilation))
+    images = F.pad(images.movedim(1, -1), (0, 0, pad_x, pad_x, pad_y, pad_y))
+    reach = [(size - 1) * far + 1 for size, far in zip(kernel, (far_y, far_x), strict=True)]
+    patches = images.unfold(1, reach[0], step_y).unfold(2, reach[1], step_x)
+    patches = patches[..., ::far_y, ::far_x].movedim(3, -1)  # (n, h, w, kernel, kernel, c)
+    return patches.flatten(3).flatten(1, 2)
+
+
+def _pair(option: int | Sequence[int]) -> tuple[int, int]:
+    y, x = (option, option) if isinstance(option, int) else option
+    return y, x
 
 
 class _Linear(Rule):
@@ -195,6 +221,8 @@ class Layer:
     bias: str | None
     output: tuple[int, ...]
     """Shape of the output for one record."""
+    dtype: torch.dtype
+    """Type of the output."""
     options: Mapping[str, Any]
 
     def rows(self, slope: Tensor, seen: Tensor, params: Params) -> list[tuple[str, Tensor]]:
@@ -206,56 +234,90 @@ class Layer:
         return found
 
 
-class Tap:
-    """Stand in for a parameter: a layer that takes it is noted on the tape, and done there."""
+class Tap(Tensor):
+    """Stand in for a parameter: whatever is done with it is done by the tape."""
 
-    def __init__(self, tape: Tape, name: str) -> None:
-        self.tape, self.name = tape, name
+    tape: Tape
+    parameter: str
+    cast: torch.dtype
+
+    @staticmethod
+    def on(tape: Tape, name: str, cast: torch.dtype) -> Tap:
+        """Return a tap that stands for the parameter `name` of `tape`, as type `cast`."""
+        tap: Tap = torch.Tensor._make_subclass(Tap, torch.empty(0))
+        tap.tape, tap.parameter, tap.cast = tape, name, cast
+        return tap
 
     @classmethod
     def __torch_function__(
         cls, func: Any, _: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Tensor:
-        given = kwargs or {}
-        tape: Tape = next(a.tape for a in (*args, *given.values()) if isinstance(a, Tap))
-        if func not in RULES:
-            raise UnknownUse
-        return tape.apply(RULES[func], RULES[func].arguments(*args, **given))
+    ) -> Any:
+        given = dict(kwargs or {})
+        taps = [a for a in pytree.tree_leaves((args, given)) if isinstance(a, Tap)]
+        return taps[0].tape.apply(func, args, given)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in PLAIN:
-            return getattr(self.tape.params[self.name], name)
-        raise UnknownUse
+
+SHAPE_QUESTIONS = [
+    getattr(Tensor, name).__get__
+    for name in ("shape", "ndim", "device", "is_cuda", "requires_grad")
+]
+"""What a network may ask of a parameter without using it."""
 
 
 class Tape:
-    """Follow one record through a loss, layer by layer.
+    """Follow one record through a loss: note layers that we have a rule for, copy other parameters.
 
     Args:
         params: the parameters.
         zeros: what to add to the output of each layer in turn; None to find out which there are.
+        copies: this record's own copies of the parameters that are used otherwise.
     """
 
-    def __init__(self, params: Params, zeros: Sequence[Tensor] | None) -> None:
-        self.params, self.zeros = params, zeros
+    def __init__(
+        self, params: Params, zeros: Sequence[Tensor] | None = None, copies: Params | None = None
+    ) -> None:
+        self.params, self.zeros, self.copies = params, zeros, copies
         self.seen: list[Tensor] = []
         self.layers: list[Layer] = []
+        self.copied: set[str] = set()
 
     def taps(self) -> Params:
         """Return what the loss takes for its parameters."""
-        return cast(Params, {name: Tap(self, name) for name in self.params})
+        return {name: Tap.on(self, name, tensor.dtype) for name, tensor in self.params.items()}
 
-    def apply(self, rule: Rule, given: dict[str, Any]) -> Tensor:
-        """Do a layer."""
+    def apply(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Do `func`, some of whose arguments are taps."""
+        if args and isinstance(tap := args[0], Tap):
+            if func in SHAPE_QUESTIONS:
+                return func(self.params[tap.parameter])
+            if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+                return tap.cast
+            if func == Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype):
+                return Tap.on(self, tap.parameter, args[1])
+        if func in RULES:
+            with contextlib.suppress(UnknownUse):
+                return self._layer(RULES[func], RULES[func].arguments(*args, **given))
+        args, given = pytree.tree_map_only(Tap, self._copy, (args, given))
+        return func(*args, **given)
+
+    def _copy(self, tap: Tap) -> Tensor:
+        self.copied.add(tap.parameter)
+        source = self.params if self.copies is None else self.copies
+        return source[tap.parameter].to(tap.cast)
+
+    def _layer(self, rule: Rule, given: dict[str, Any]) -> Tensor:
         weight, bias, data = given.pop("weight"), given.pop("bias", None), given.pop("input")
         known = isinstance(weight, Tap) and (bias is None or isinstance(bias, Tap))
         if not known or isinstance(data, Tap):
             raise UnknownUse
-        shift = None if bias is None else self.params[bias.name]
-        output, seen = rule.forward(data, self.params[weight.name], shift, **given)
+        tensors = [
+            None if t is None else self.params[t.parameter].to(t.cast) for t in (weight, bias)
+        ]
+        output, seen = rule.forward(data, cast(Tensor, tensors[0]), tensors[1], **given)
         if self.zeros is None:
-            named = None if bias is None else bias.name
-            self.layers.append(Layer(rule, weight.name, named, tuple(output.shape), given))
+            named = None if bias is None else bias.parameter
+            shape = tuple(output.shape)
+            self.layers.append(Layer(rule, weight.parameter, named, shape, output.dtype, given))
             return output
         output = output + self.zeros[len(self.seen)]
         self.seen.append(seen)

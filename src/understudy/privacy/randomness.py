@@ -1,13 +1,17 @@
 """Secret randomness: batches and noise, from generators of their own.
 
 Neither follows `--seed` nor torch's default generator, neither is ever written down, and both are
-keyed with 128 bits from the operating system: torch's CPU generator would use only 32 bits of a
-seed, few enough to try them all.
+keyed with 128 bits or more from the operating system: torch's CPU generator would use only 32 bits
+of a seed, few enough to try them all.
 
-Noise is drawn in float64, by numpy's Ziggurat. Samplers stop somewhere in the tail: a float32
-Box-Muller draw never exceeds 5.77 standard deviations, which alone would break delta = 1e-5 over
-100 000 releases; numpy's Ziggurat goes to about 12.2, and is built from 53-bit uniforms that
-resolve its density to one part in 10^5 up to 10. `tail_delta` bounds what stopping there costs.
+Noise is float64. Samplers stop somewhere in the tail: a float32 Box-Muller draw never exceeds 5.77
+standard deviations, which alone would break delta = 1e-5 over 100 000 releases. On a CPU, numpy's
+Ziggurat goes to about 12.2, and is built from 53-bit uniforms that resolve its density to one part
+in 10^5 up to 10. On a GPU, a float64 Box-Muller draw stops at 8.65, the largest of them few and far
+between; half the sum of four, from generators with a 64-bit key each, goes to 17.3. Up to 10 each
+of the four is near a quarter of twice that, where they are dense, and what the stop at 8.65 takes
+from the density of the sum is less than one part in 10^4. `tail_delta` bounds what stopping at 10
+costs.
 """
 
 from __future__ import annotations
@@ -26,26 +30,28 @@ from understudy.privacy.plan import Plan
 from understudy.privacy.sealed import Sealed
 
 SAMPLER_REACH = 10.0
+DEVICE_DRAWS = 4
+"""Normals that are summed to one on a GPU."""
 
 
 class Randomness(Protocol):
-    """A source of the two secret draws that releases need, both float64."""
+    """A source of the two secret draws that releases need."""
 
     @property
     def is_secret(self) -> bool:
         """Whether a guarantee may rest on it."""
 
-    def uniform(self, count: int) -> Tensor:
-        """Draw from [0, 1), to sample units."""
+    def choose(self, count: int, rate: float) -> Tensor:
+        """Choose each of 0 ... count - 1 independently with probability `rate`; sorted, int64."""
 
     def normal(self, count: int) -> Tensor:
-        """Draw standard normals, for noise."""
+        """Draw standard normals, float64, for noise."""
 
 
 class SecretRandomness(Sealed):
     """Draw from generators keyed by the operating system; a new object has new keys."""
 
-    __slots__ = ("_device", "_noise", "_sampling")
+    __slots__ = ("_device", "_noise", "_noise_on_device", "_sampling")
 
     is_secret = True
 
@@ -53,14 +59,37 @@ class SecretRandomness(Sealed):
         self._device = device
         self._sampling = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
         self._noise = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+        self._noise_on_device = [
+            torch.Generator(device).manual_seed(secrets.randbits(64) - 2**63)
+            for _ in range(DEVICE_DRAWS if device.type == "cuda" else 0)
+        ]
 
-    def uniform(self, count: int) -> Tensor:
-        """Draw `count` numbers from [0, 1)."""
-        return torch.from_numpy(self._sampling.random(count)).to(self._device)
+    def choose(self, count: int, rate: float) -> Tensor:
+        """Choose each of `count` with probability `rate`, by the gaps between those chosen.
+
+        Gaps are geometric: some hundred draws instead of one for each unit. They come from 53-bit
+        numbers, so the true rate differs from `rate` by its last bits.
+        """
+        if rate == 1:
+            return torch.arange(count)
+        expected = count * rate
+        at_once = math.ceil(expected + 5 * math.sqrt(expected) + 10)
+        last, parts = -1, []
+        while last < count:
+            gaps = np.minimum(self._sampling.geometric(rate, at_once), count + 1)
+            parts.append(last + np.cumsum(gaps))
+            last = int(parts[-1][-1])
+        chosen = np.concatenate(parts)
+        return torch.from_numpy(chosen[chosen < count])
 
     def normal(self, count: int) -> Tensor:
         """Draw `count` standard normals."""
-        return torch.from_numpy(self._noise.standard_normal(count)).to(self._device)
+        if not self._noise_on_device:
+            return torch.from_numpy(self._noise.standard_normal(count)).to(self._device)
+        draws = torch.empty(DEVICE_DRAWS, count, dtype=torch.float64, device=self._device)
+        for part, generator in zip(draws, self._noise_on_device, strict=True):
+            part.normal_(generator=generator)
+        return draws.sum(0) / math.sqrt(DEVICE_DRAWS)
 
 
 class InjectedRandomness:
@@ -69,8 +98,12 @@ class InjectedRandomness:
     is_secret = False
 
     def __init__(self, uniform: Callable[[int], Tensor], normal: Callable[[int], Tensor]) -> None:
-        self.uniform = uniform
+        self._uniform = uniform
         self.normal = normal
+
+    def choose(self, count: int, rate: float) -> Tensor:
+        """Choose whatever has a uniform draw below `rate`."""
+        return torch.nonzero((self._uniform(count) < rate) | (rate == 1))[:, 0]
 
 
 def tail_delta(plan: Plan, noise_multiplier: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,27 +11,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from understudy.data.images import LabelledImages
+from understudy.nets.params import Params
 from understudy.privacy.sealed import Sealed
+from understudy.training.engine import Engine
 
 ROW_BYTES = 16 * 2**20
 """Memory that the rows of one chunk may take, whatever the batch."""
 MOST_RECORDS = 256
 """Records that a function sees at once."""
 
-Contribution = Callable[[Tensor, Tensor], Tensor]
-"""Map records (images (n, c, h, w) in [0, 1], labels (n,)) to rows (n, dimension), one by one."""
+Rows = list[Tensor]
+"""One row per record or unit, in blocks (n, ...): a row is one slice of every block."""
+StaticStep = Callable[..., Tensor]
+Contribution = Callable[[Params, Tensor, Tensor], Rows]
+"""Map inputs and records (images (n, c, h, w) in [0, 1], labels (n,)) to rows, one by one."""
 
 
 class Records(Sealed):
     """Hold images, labels and the slot of each unit; a slot may be empty."""
 
-    __slots__ = ("_images", "_labels", "_places", "_starts")
+    __slots__ = ("_images", "_labels", "_places", "_starts", "are_units")
 
     def __init__(self, images: Tensor, labels: Tensor, places: Tensor, starts: Tensor) -> None:
         self._images = images  # (n, c, h, w) uint8, in the order of the source, maybe on disk
         self._labels = labels  # (n,)
+        # These two stay with the host, which chooses the units of a batch.
         self._places = places  # where each record of these units is in the two above, by unit
         self._starts = starts  # (units + 1,): unit u owns places starts[u] to starts[u + 1]
+        self.are_units = bool((torch.diff(starts) <= 1).all())  # no unit has several records
 
     @classmethod
     def from_units(
@@ -55,13 +63,18 @@ class Records(Sealed):
         return cls(
             torch.from_numpy(data.images).to(device),
             torch.from_numpy(data.labels).to(device),
-            torch.from_numpy(order).to(device),
-            torch.from_numpy(starts).to(device),
+            torch.from_numpy(order),
+            torch.from_numpy(starts),
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where functions of records run."""
+        return self._images.device
+
     def unit_rows(
-        self, units: Tensor, contribution: Contribution, dimension: int
-    ) -> Iterator[Tensor]:
+        self, units: Tensor, contribution: Contribution, inputs: Params, *, dimension: int
+    ) -> Iterator[Rows]:
         """Yield, chunk by chunk, one row per unit: the sum of its records' contributions.
 
         Memory is bounded by the chunk, not by the number of units nor by the records of a unit.
@@ -74,19 +87,47 @@ class Records(Sealed):
             if len(owner) == 0:  # no unit, or only empty slots: nothing to add
                 continue
             first = torch.cumsum(counts, 0) - counts
-            position = torch.arange(len(owner), device=owner.device) - first[owner]
-            records = starts[chunk][owner] + position
+            position = torch.arange(len(owner)) - first[owner]
+            places = self._places[starts[chunk][owner] + position]
             if bool((counts == 1).all()):
-                yield self._contributions(records, contribution)
+                yield self._contributions(places, contribution, inputs)
                 continue
-            rows = torch.zeros(len(chunk), dimension, device=units.device)
+            rows: Rows = []
             for some in torch.split(torch.arange(len(owner)), units_at_once):
-                rows.index_add_(0, owner[some], self._contributions(records[some], contribution))
+                found = self._contributions(places[some], contribution, inputs)
+                rows = rows or [block.new_zeros(len(chunk), *block.shape[1:]) for block in found]
+                for block, more in zip(rows, found, strict=True):
+                    block.index_add_(0, owner[some].to(block.device), more)
             yield rows
 
-    def _contributions(self, records: Tensor, contribution: Contribution) -> Tensor:
-        places = self._places[records]
-        return contribution(self._images[places].float() / 255, self._labels[places])
+    def _contributions(self, places: Tensor, contribution: Contribution, inputs: Params) -> Rows:
+        there = places.to(self.device)
+        return contribution(inputs, self._images[there].float() / 255, self._labels[there])
+
+    def padded_places(self, units: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, `size` by `size`, where the units' records are, and which of the places count.
+
+        For units of one record. The last part is filled up with places that do not count; nothing
+        is ever left out.
+        """
+        starts = self._starts
+        places = self._places[starts[units][starts[units + 1] > starts[units]]]
+        for part in torch.split(places, size):
+            if len(part) == 0:
+                return
+            filled = torch.zeros(2, size, dtype=torch.int64)
+            filled[0, : len(part)], filled[1, : len(part)] = part, 1
+            if self.device.type == "cuda":  # so that the copy does not wait for the GPU
+                filled = filled.pin_memory().to(self.device, non_blocking=True)
+            yield filled[0], filled[1].bool()
+
+    def sum_in_place(
+        self, engine: Engine, step: StaticStep, inputs: Params, *places: Tensor
+    ) -> Tensor:
+        """Run `step(images, labels, inputs, *places)`: the records stay where they are."""
+        return cast(
+            Tensor, engine.run(step, inputs, *places, resident=(self._images, self._labels))
+        )
 
     def all_in_the_clear(self) -> tuple[Tensor, Tensor]:
         """Return images (as bytes) and labels. Only `disclosure` may call it."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records
+from understudy.training.engine import Engine
+
+BATCH_MULTIPLE = 32
+MOST_AT_ONCE = 512
+"""Records whose gradients are in memory at once on a GPU; larger batches take several passes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,19 +27,24 @@ class Access:
     classes: int
     sampling_rate: float
     noise_multiplier: float
+    engine: Engine
 
     @property
     def expected_batch(self) -> float:
         """Expected number of units in a batch: public, whatever the batch really was."""
         return self.sampling_rate * self.units
 
-    def sample_units(self) -> Tensor:
-        """Choose each unit independently with probability `sampling_rate`; possibly none.
+    @property
+    def static_batch(self) -> int:
+        """Size of the batches that are compiled: two standard deviations above the expected one.
 
-        The uniform draw is a multiple of 2**-53, so the true rate exceeds the charged one by less
-        than 2**-53.
+        One batch in forty needs a second pass. More sizes would save a few percent of a release,
+        and each would cost a compilation. Public: it follows from the rate and the number of units.
         """
-        draws = self.randomness.uniform(self.units)
-        if self.sampling_rate == 1:
-            return torch.arange(self.units, device=draws.device)
-        return torch.nonzero(draws < self.sampling_rate)[:, 0]
+        spread = math.sqrt(self.expected_batch * (1 - self.sampling_rate))
+        wanted = min(self.expected_batch + 2 * spread, self.units, MOST_AT_ONCE)
+        return BATCH_MULTIPLE * math.ceil(wanted / BATCH_MULTIPLE)
+
+    def sample_units(self) -> Tensor:
+        """Choose each unit independently with probability `sampling_rate`; possibly none."""
+        return self.randomness.choose(self.units, self.sampling_rate)

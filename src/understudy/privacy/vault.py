@@ -7,8 +7,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from understudy.data.images import LabelledImages
 from understudy.errors import DataChanged, InvalidSettings
 from understudy.files import home
@@ -27,12 +25,13 @@ from understudy.privacy.randomness import Randomness, SecretRandomness
 from understudy.privacy.records import Records
 from understudy.privacy.registration import Registration, is_registered_as
 from understudy.privacy.sealed import Sealed
+from understudy.training.engine import Engine
 
 
 class Vault(Sealed):
     """Hold the records of a registered data set, laid out by unit, the held-out units apart."""
 
-    __slots__ = ("_device", "_held_out", "_records", "registration")
+    __slots__ = ("_engine", "_held_out", "_records", "registration")
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class Vault(Sealed):
         registration: Registration,
         ledger: Ledger,
         *,
-        device: str = "cpu",
+        engine: Engine | None = None,
     ) -> None:
         if not is_registered_as(ledger, data, registration):
             raise DataChanged(
@@ -49,13 +48,14 @@ class Vault(Sealed):
             )
         facts = registration.facts
         self.registration = registration
-        self._device = torch.device(device)
+        self._engine = engine or Engine()
+        device = self._engine.device
         total = int(data.units.max()) + 1
         learn, held_out = registration.split_units(total)
         self._records = Records.from_units(
-            data, learn, max_per_unit=facts.max_per_unit, device=self._device
+            data, learn, max_per_unit=facts.max_per_unit, device=device
         )
-        self._held_out = Records.from_units(data, held_out, max_per_unit=None, device=self._device)
+        self._held_out = Records.from_units(data, held_out, max_per_unit=None, device=device)
 
     def __repr__(self) -> str:
         facts = self.facts
@@ -98,7 +98,7 @@ class Vault(Sealed):
             BudgetRefused: the lifetime budget does not allow the plan.
         """
         budget.check_delta(self.facts.units, allow_large=allow_large_delta)
-        source = randomness or SecretRandomness(self._device)
+        source = randomness or SecretRandomness(self._engine.device)
         is_private = budget.is_private and source.is_secret
         calibration = self._resume(run_id, plan, budget, ledger, is_private=is_private)
         if calibration is None:
@@ -122,6 +122,7 @@ class Vault(Sealed):
             calibration=calibration,
             blocks=Blocks(ledger, run_id, workspace),
             pace=pace or Pace(),
+            engine=self._engine,
         )
 
     def _reserve(self, run_id: str, ledger: Ledger, charge: Charge) -> None:

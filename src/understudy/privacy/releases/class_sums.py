@@ -51,7 +51,7 @@ def class_sums(access: Access, features: FeatureMap) -> Tensor:
 
     total = noisy_bounded_sum(
         access,
-        cast(Callable[[Tensor, Tensor], Tensor], one_by_one(row)),
+        lambda _, images, labels: [cast(Tensor, one_by_one(row)(images, labels))],
         dimension=access.classes * features.dimension,
         bound=features.bound,
     )

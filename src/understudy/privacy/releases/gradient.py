@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from understudy.nets.params import Params
 from understudy.privacy.bounded import noisy_bounded_sum
-from understudy.privacy.gradients import Loss, gradient_rows, split_like
+from understudy.privacy.gradients import GradientRows, Loss, split_like
 from understudy.privacy.sampling import Access
 
 
@@ -13,9 +13,8 @@ def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) ->
 
     Privacy:
         Reads: the records of a Poisson sample of units.
-        Bound: the gradients of a unit's records are summed over all parameters into one vector,
-        which is
-            scaled to an L2 norm of at most `clip_norm`.
+        Bound: the gradients of a unit's records are summed, over all parameters as one vector,
+            which is scaled to an L2 norm of at most `clip_norm`.
         Sensitivity: `clip_norm`, when one unit is replaced by an empty one.
         Dominating pair: N(0, z^2) against (1 - q) N(0, z^2) + q N(1, z^2), both orders.
         Charges: one Poisson-sampled Gaussian of rate q and noise multiplier z.
@@ -25,7 +24,8 @@ def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) ->
         gradient: contributes zero. Infinite clip norm: refused.
     """
     dimension = sum(tensor.numel() for tensor in params.values())
+    rows = GradientRows(loss)
     total = noisy_bounded_sum(
-        access, gradient_rows(loss, params), dimension=dimension, bound=clip_norm
+        access, rows, params, dimension=dimension, bound=clip_norm, many_times=True
     )
     return split_like(total / access.expected_batch, params)

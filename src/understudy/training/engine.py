@@ -1,0 +1,241 @@
+"""The engine: runs a pure function of tensors plainly on a CPU, compiled and captured on a GPU.
+
+A step of training is a few hundred small kernels. Launched one by one they leave a GPU idle most of
+the time, so there the engine traces the function once (`make_fx`, which sees through `vmap` and
+double backward), compiles the trace, and captures it as a CUDA graph: one launch per call. Nothing
+waits for the GPU, so the host runs ahead and prepares what comes next.
+
+The function must be pure: all that changes between calls is an argument, and shapes stay the same.
+What it takes from elsewhere is fixed by the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from understudy.errors import InvalidSettings
+from understudy.files import home
+
+LARGEST_COMBINED = 2**24
+"""Values of the largest tensor up to which kernels are combined: it slows large ones."""
+WARM_UP_CALLS = 3
+MOST_PROGRAMS = 32
+"""Programs kept; a function that is a new object at every call would be compiled at every call."""
+
+Step = Callable[..., Any]
+Say = Callable[[str], None]
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device called `name`; `auto` is a GPU if there is one.
+
+    Raises:
+        InvalidSettings: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise InvalidSettings(f"there is no device '{name}', expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidSettings("no CUDA device was found; pass --device cpu or --device auto")
+    return torch.device(name)
+
+
+@dataclass
+class Engine:
+    """Run pure functions of tensors on one device.
+
+    Args:
+        device: where the tensors are.
+        compile: whether to compile and capture on a GPU; False to debug.
+        say: where to tell the user that something could not be made fast.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    compile: bool = True
+    say: Say = print
+    _programs: dict[Hashable, Step] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether functions are compiled, so that shapes should not change from call to call."""
+        return self.compile and self.device.type == "cuda"
+
+    def run(self, step: Step, *args: Any, times: int = 1, resident: Sequence[Tensor] = ()) -> Any:
+        """Return `step(*resident, *args)`.
+
+        Args:
+            step: the function; arguments and result are tensors, or nested in lists and dicts.
+            args: copied into the program's buffers at every call.
+            times: repeat: the result is the first argument of the next call.
+            resident: tensors that are used where they are, and are the same at every call.
+        """
+        if not self.is_static:
+            return _plainly(step, times, resident, args)
+        leaves = pytree.tree_leaves(args)
+        places = tuple(tensor.data_ptr() for tensor in resident)
+        key = (step, times, places, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._programs:
+            self._programs[key] = self._program(step, times, resident, args)
+        return self._programs[key](*args)
+
+    def _program(
+        self, step: Step, times: int, resident: Sequence[Tensor], args: tuple[Any, ...]
+    ) -> Step:
+        def plainly(*args: Any) -> Any:
+            return _plainly(step, times, resident, args)
+
+        name = getattr(step, "__name__", "a step")
+        if len(self._programs) >= MOST_PROGRAMS:
+            self.say(
+                f"{name} is not compiled: {MOST_PROGRAMS} programs are in use already; is it a new "
+                "function at every call?"
+            )
+            return plainly
+        try:
+            with _fast_arithmetic():
+                compiled = _compiled(step, resident, args)
+        except Exception as error:
+            self.say(f"{name} cannot be compiled ({_first_line(error)}); it runs as it is, slowly")
+            return plainly
+
+        def repeated(*args: Any) -> Any:
+            return _plainly(compiled, times, resident, args)
+
+        try:
+            with _fast_arithmetic():
+                return _Captured(repeated, args)
+        except Exception as error:
+            self.say(
+                f"{name} cannot be captured as a CUDA graph ({_first_line(error)}); it runs "
+                "compiled but launched kernel by kernel"
+            )
+            return repeated
+
+
+@contextlib.contextmanager
+def _fast_arithmetic() -> Iterator[None]:
+    """While kernels are chosen, let float32 products use tensor cores (10 bits of mantissa)."""
+    products, search = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, search.benchmark
+    products.allow_tf32 = search.benchmark = True
+    try:
+        yield
+    finally:
+        products.allow_tf32, search.benchmark = before
+
+
+def _plainly(step: Step, times: int, resident: Sequence[Tensor], args: tuple[Any, ...]) -> Any:
+    result = step(*resident, *args)
+    for _ in range(times - 1):
+        result = step(*resident, result, *args[1:])
+    return result
+
+
+def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> Step:
+    """Trace `step` at the shapes of its arguments and compile the trace."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / "compiled"))
+    leaves, structure = pytree.tree_flatten((*resident, *args))
+    result_structure: pytree.TreeSpec | None = None
+
+    def flat(*leaves: Tensor) -> list[Tensor]:
+        nonlocal result_structure
+        result = step(*pytree.tree_unflatten(leaves, structure))
+        flattened, result_structure = pytree.tree_flatten(result)
+        return [_laid_out(tensor.detach()) for tensor in flattened]
+
+    traced = make_fx(flat, decomposition_table=SMALL_PRODUCTS)(*map(_laid_out, leaves))
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    is_small = max(_values(node) for node in traced.graph.nodes) <= LARGEST_COMBINED
+    options: dict[str, Any] = {"combo_kernels": is_small}
+    compiled = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
+
+    def call(*args: Any) -> Any:
+        with torch.no_grad():
+            results = compiled(*map(_laid_out, pytree.tree_leaves(args)))
+        return pytree.tree_unflatten(results, cast(pytree.TreeSpec, result_structure))
+
+    call(*resident, *args)  # compile now, where a failure is understood
+    return call
+
+
+def _values(node: Any) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) and node.op == "call_function" else 0
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Lay a tensor out as convolutions on a GPU want it: channels last."""
+    return tensor.contiguous(
+        memory_format=torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
+    )
+
+
+def _product(left: Tensor, right: Tensor) -> Any:
+    """Multiply (..., m, k) by (..., k, n) as sums where a matrix product would starve a GPU.
+
+    That is: a vector is involved, or the result is small and the sums are long. As sums they fuse
+    with what comes before and after.
+    """
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    is_vector = min(m, n) == 1 and left.dtype == torch.float32
+    is_long = left.ndim == 2 and m * n <= 1024 and k >= 512 and left.dtype == torch.float32
+    if not (k == 1 or is_vector or is_long):
+        return NotImplemented
+    return (left.unsqueeze(-2) * right.transpose(-1, -2).unsqueeze(-3)).sum(-1)
+
+
+def _product_and_sum(bias: Tensor, left: Tensor, right: Tensor) -> Any:
+    product = _product(left, right)
+    return product if product is NotImplemented else bias + product
+
+
+SMALL_PRODUCTS: dict[Any, Any] = {
+    torch.ops.aten.mm.default: _product,
+    torch.ops.aten.bmm.default: _product,
+    torch.ops.aten.addmm.default: _product_and_sum,
+}
+
+
+class _Captured:
+    """A function as a CUDA graph, with buffers for its arguments."""
+
+    def __init__(self, function: Step, args: tuple[Any, ...]) -> None:
+        leaves, structure = pytree.tree_flatten(args)
+        self._inputs = [_laid_out(leaf).clone() for leaf in leaves]
+        self._seen: list[tuple[Any, int]] = [(None, 0)] * len(leaves)
+        buffers = pytree.tree_unflatten(self._inputs, structure)
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP_CALLS):
+                function(*buffers)
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._results = function(*buffers)
+
+    def __call__(self, *args: Any) -> Any:
+        for place, leaf in enumerate(pytree.tree_leaves(args)):
+            before, version = self._seen[place]
+            if before is not leaf or version != leaf._version:  # compiled steps often share inputs
+                self._inputs[place].copy_(leaf)
+                self._seen[place] = leaf, leaf._version
+        self._graph.replay()
+        # The next replay overwrites the graph's own results.
+        return pytree.tree_map(torch.clone, self._results)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
