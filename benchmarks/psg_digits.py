@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -20,26 +18,12 @@ from statistics import fmean
 import torch
 
 import understudy
+from common import RESULTS, ROOT, commit, device_name
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "results" / "psg_digits.json"
+CELLS = RESULTS / "psg_digits.json"
 PICTURE = ROOT / "docs" / "images" / "psg_digits.png"
 EPSILONS = (math.inf, 10.0, 1.0)
 SEEDS = (0, 1)
-
-
-def commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    dirty = git("status", "--porcelain", "--", "src")
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if dirty else "")
-
-
-def device() -> str:
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def measure(epsilon: float, seed: int) -> dict[str, object]:
@@ -62,7 +46,7 @@ def measure(epsilon: float, seed: int) -> dict[str, object]:
         "accuracies": list(accuracy.accuracies),
         "releases": result.certificate.content["releases"][0]["made"],
         "seconds": round(seconds, 1),
-        "device": device(),
+        "device": device_name(),
         "torch": torch.__version__,
         "commit": commit(),
     }
@@ -94,16 +78,16 @@ def table(cells: list[dict]) -> str:
 
 
 def main() -> None:
-    cells = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    cells = json.loads(CELLS.read_text()) if CELLS.exists() else []
+    RESULTS.mkdir(parents=True, exist_ok=True)
     for epsilon in EPSILONS:
         for seed in SEEDS:
             name = epsilon if math.isfinite(epsilon) else "inf"
             if any((cell["epsilon"], cell["seed"]) == (name, seed) for cell in cells):
                 continue
             cells.append(measure(epsilon, seed))
-            RESULTS.write_text(json.dumps(cells, indent=2) + "\n")
-            RESULTS.with_suffix(".md").write_text(table(cells))
+            CELLS.write_text(json.dumps(cells, indent=2) + "\n")
+            CELLS.with_suffix(".md").write_text(table(cells))
             print(cells[-1], flush=True)
 
 

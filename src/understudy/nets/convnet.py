@@ -32,7 +32,7 @@ LARGEST_FUSED_MAP = 4096
 """Pixels of a map that still fit into the registers of a GPU kernel."""
 
 Patches = tuple[Tensor, Tensor]
-"""Centred patches (n, pixels, k) with a one and zeros appended, and their covariance (n, k, k)."""
+"""Patches (n, pixels, k), a one and zeros appended, and the means of their products (n, k, k)."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class ConvNet:
         )
         top, left = rows // 2 + 1, columns // 2 + 1  # one more: the convolution's own padding
         images = F.pad(images, (left, columns + 2 - left, top, rows + 2 - top))
+        images = images - images.mean((1, 2, 3), keepdim=True)  # which the norm does not see
         patches = _patches_by_quad(images)
-        patches = patches - patches.mean(1, keepdim=True)
-        covariance = torch.matmul(patches.transpose(1, 2), patches) / patches.shape[1]
         patches = torch.cat([patches, torch.ones_like(patches[..., :1])], dim=-1)
         patches = F.pad(patches, (0, -patches.shape[-1] % ALIGNED))
-        return patches.to(self.maps or images.dtype), covariance
+        moments = torch.matmul(patches.transpose(1, 2), patches) / patches.shape[1]
+        return patches.to(self.maps or images.dtype), moments
 
     def logits(self, params: Params, prepared: Patches) -> Tensor:
         """Map prepared images to logits (n, classes). Maps have their channels last."""
@@ -105,16 +105,17 @@ class ConvNet:
         return F.linear(features.to(bias.dtype), weight, bias)
 
     def _first_block(self, params: Params, prepared: Patches) -> Tensor:
-        patches, covariance = prepared
+        patches, moments = prepared
         weight, scale, shift = _of_block(params, 0)
-        count, filters, taps = len(patches), weight.shape[0], covariance.shape[-1]
+        count, filters, taps = len(patches), weight.shape[0], 9 * self.shape[0]
+        mean = moments[:, taps, :taps]  # against the ones
+        covariance = moments[:, :taps, :taps] - mean[:, :, None] * mean[:, None, :]
         weight = weight.reshape(filters, taps)
         squares = (weight[:, :, None] * weight[:, None, :]).flatten(1)
         variance = covariance.flatten(1) @ squares.T  # of each filter's map: w^T C w
-        gain = scale * torch.rsqrt(variance + NORM_EPS)
-        weight = torch.cat(
-            [gain[..., None] * weight, shift[:, None].expand(count, filters, 1)], dim=-1
-        )
+        gain = scale * torch.rsqrt(variance.clamp(min=0) + NORM_EPS)
+        offset = shift - gain * (mean @ weight.T)
+        weight = torch.cat([gain[..., None] * weight, offset[..., None]], dim=-1)
         weight = F.pad(weight, (0, -weight.shape[-1] % ALIGNED))
         height, width = (side // 2 for side in self.padded)
         return _conv_relu_pool(patches, weight).view(count, height, width, filters)
@@ -154,6 +155,10 @@ def _patches_by_quad(images: Tensor) -> Tensor:
     The four patches that average pooling will join lie a quarter of the rows apart.
     """
     count, channels, height, width = (*images.shape[:2], images.shape[2] - 2, images.shape[3] - 2)
-    patches = images.unfold(2, 3, 1).unfold(3, 3, 1)  # (n, c, h, w, 3, 3)
-    quads = patches.reshape(count, channels, height // 2, 2, width // 2, 2, 3, 3)
-    return quads.permute(0, 3, 5, 2, 4, 1, 6, 7).reshape(count, height * width, 9 * channels)
+    shifted = [
+        images[:, :, row : row + height, column : column + width]
+        for row in range(3)
+        for column in range(3)
+    ]
+    quads = torch.stack(shifted, dim=-1).view(count, channels, height // 2, 2, width // 2, 2, 9)
+    return quads.permute(0, 3, 5, 2, 4, 1, 6).reshape(count, height * width, 9 * channels)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 NORM_EPS = 1e-5
 
@@ -31,9 +32,7 @@ def _operator(plain: Callable[..., Any]) -> Any:
     def on_gpu(*args: Any) -> Any:
         from understudy.nets import kernels
 
-        return getattr(kernels, name)(
-            *(a.contiguous() if isinstance(a, Tensor) else a for a in args)
-        )
+        return getattr(kernels, name)(*args)
 
     def under_vmap(info: Any, dims: tuple[int | None, ...], *args: Any) -> Any:
         size = info.batch_size
@@ -48,7 +47,7 @@ def _operator(plain: Callable[..., Any]) -> Any:
 
     operator = torch.library.custom_op(f"understudy::{name}", plain, mutates_args=())
     operator.register_kernel("cuda", on_gpu)
-    operator.register_fake(plain)
+    operator.register_fake(lambda *args: pytree.tree_map(torch.Tensor.contiguous, plain(*args)))
     operator.register_vmap(under_vmap)
     return operator
 

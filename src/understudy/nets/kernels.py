@@ -16,10 +16,10 @@ from torch import Tensor
 
 ROWS = 64
 """Pooled pixels that one program of a masked product works on."""
-FILTERS = 32
-"""Filters that one program works on where it sums over pixels, or takes at once."""
-TILE = 1024
-"""Values of one quarter of a map that one program of the norm holds."""
+FILTERS, SUMMED_FILTERS = 32, 128
+"""Filters that one program works on; and where it sums over pixels, or over filters."""
+CHANNELS, TILE = 32, 2048
+"""Channels that one program of the norm works on, and values of a quarter of a map it may hold."""
 
 # Masked products
 
@@ -56,7 +56,7 @@ def _pool_kernel(
     a = tl.trans(_filters(a_ptr, n, filters, taps, F, K))
     b = tl.trans(_filters(b_ptr, n, filters, taps, F, K))
     total = tl.zeros([R, FB], tl.float32)
-    for quad in range(4):
+    for quad in tl.static_range(4):
         sign = tl.dot(_patches(p_ptr, n, quad, rows, taps, ROWS_IN_ALL, K), a)
         value = tl.dot(_patches(q_ptr, n, quad, rows, taps, ROWS_IN_ALL, K), b)
         total += tl.where(sign > 0, value, 0.0)
@@ -78,7 +78,7 @@ def _filter_slope_kernel(
     for start in range(0, ROWS_IN_ALL, R):
         rows = start + tl.arange(0, R)
         g = 0.25 * _maps(g_ptr, n, rows, filters, ROWS_IN_ALL, F)
-        for quad in range(4):
+        for quad in tl.static_range(4):
             sign = tl.dot(_patches(p_ptr, n, quad, rows, taps, ROWS_IN_ALL, K), a)
             kept = tl.where(sign > 0, g, 0.0)
             total += tl.dot(tl.trans(kept), _patches(q_ptr, n, quad, rows, taps, ROWS_IN_ALL, K))
@@ -118,16 +118,18 @@ def _sizes(patches: Tensor, filters: Tensor, most: int) -> tuple[int, int, int, 
 
 def masked_pool(p: Tensor, a: Tensor, q: Tensor, b: Tensor) -> Tensor:
     """Launch the kernel of `fused.masked_pool`."""
-    pooled, count, taps, blocks = _sizes(p, a, 4 * FILTERS)
+    p, a, q, b = (tensor.contiguous() for tensor in (p, a, q, b))
+    pooled, count, taps, blocks = _sizes(p, a, FILTERS)
     y = torch.empty((len(p), pooled, count), dtype=p.dtype, device=p.device)
     grid = (len(p), triton.cdiv(pooled, ROWS), triton.cdiv(count, blocks["FB"]))
-    _pool_kernel[grid](p, a, q, b, y, pooled, count, taps, **blocks, num_warps=8)
+    _pool_kernel[grid](p, a, q, b, y, pooled, count, taps, **blocks)
     return y
 
 
 def masked_filter_slope(p: Tensor, a: Tensor, q: Tensor, g: Tensor) -> Tensor:
     """Launch the kernel of `fused.masked_filter_slope`."""
-    pooled, count, taps, blocks = _sizes(p, a, FILTERS)
+    p, a, q, g = (tensor.contiguous() for tensor in (p, a, q, g))
+    pooled, count, taps, blocks = _sizes(p, a, SUMMED_FILTERS)
     out = torch.empty_like(a, dtype=torch.float32)
     grid = (len(p), triton.cdiv(count, blocks["FB"]))
     _filter_slope_kernel[grid](p, a, q, g, out, pooled, count, taps, **blocks)
@@ -136,7 +138,8 @@ def masked_filter_slope(p: Tensor, a: Tensor, q: Tensor, g: Tensor) -> Tensor:
 
 def masked_patch_slope(p: Tensor, a: Tensor, b: Tensor, g: Tensor) -> Tensor:
     """Launch the kernel of `fused.masked_patch_slope`."""
-    pooled, count, taps, blocks = _sizes(p, a, FILTERS)
+    p, a, b, g = (tensor.contiguous() for tensor in (p, a, b, g))
+    pooled, count, taps, blocks = _sizes(p, a, SUMMED_FILTERS)
     out = torch.empty_like(p)
     grid = (len(p), triton.cdiv(pooled, ROWS), 4)
     _patch_slope_kernel[grid](p, a, b, g, out, pooled, count, taps, **blocks)
@@ -166,7 +169,7 @@ def _places(n, H, W, C, P: tl.constexpr, CB: tl.constexpr):
     there = (pixel < (H // 2) * (W // 2))[:, None] & (channel < C)[None, :]
     place = ((n * H + 2 * row) * W + 2 * column)[:, None] * C + channel[None, :]
     pooled = (n * (H // 2) * (W // 2) + pixel)[:, None] * C + channel[None, :]
-    return place, pooled, there, n * C + channel, channel < C
+    return place, pooled, there, channel, channel < C
 
 
 @triton.jit
@@ -182,13 +185,14 @@ def _normal(x_ptr, place, there, N, W, C, EPS: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, s_ptr, t_ptr, y_ptr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    x_ptr, s_ptr, t_ptr, y_ptr, SN, TN, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     P: tl.constexpr, CB: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    place, pooled, there, plane, exists = _places(tl.program_id(0), H, W, C, P, CB)
+    n = tl.program_id(0)
+    place, pooled, there, channel, exists = _places(n, H, W, C, P, CB)
     h0, h1, h2, h3, _ = _normal(x_ptr, place, there, H * W, W, C, EPS)
-    s = tl.load(s_ptr + plane, mask=exists, other=0.0)[None, :]
-    t = tl.load(t_ptr + plane, mask=exists, other=0.0)[None, :]
+    s = tl.load(s_ptr + n * SN + channel, mask=exists, other=0.0)[None, :]
+    t = tl.load(t_ptr + n * TN + channel, mask=exists, other=0.0)[None, :]
     y = tl.maximum(h0 * s + t, 0.0) + tl.maximum(h1 * s + t, 0.0)
     y += tl.maximum(h2 * s + t, 0.0) + tl.maximum(h3 * s + t, 0.0)
     tl.store(y_ptr + pooled, (0.25 * y).to(y_ptr.dtype.element_ty), mask=there)
@@ -196,22 +200,23 @@ def _norm_kernel(
 
 @triton.jit
 def _slope_kernel(
-    x_ptr, s_ptr, t_ptr, g_ptr, dx_ptr, ds_ptr, dt_ptr,
+    x_ptr, s_ptr, t_ptr, g_ptr, dx_ptr, ds_ptr, dt_ptr, SN, TN,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     P: tl.constexpr, CB: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    place, pooled, there, plane, exists = _places(tl.program_id(0), H, W, C, P, CB)
+    n = tl.program_id(0)
+    place, pooled, there, channel, exists = _places(n, H, W, C, P, CB)
     N = H * W
     h0, h1, h2, h3, k = _normal(x_ptr, place, there, N, W, C, EPS)
-    s = tl.load(s_ptr + plane, mask=exists, other=0.0)[None, :]
-    t = tl.load(t_ptr + plane, mask=exists, other=0.0)[None, :]
+    s = tl.load(s_ptr + n * SN + channel, mask=exists, other=0.0)[None, :]
+    t = tl.load(t_ptr + n * TN + channel, mask=exists, other=0.0)[None, :]
     g = 0.25 * tl.load(g_ptr + pooled, mask=there, other=0.0).to(tl.float32)
     u0, u1 = tl.where(h0 * s + t > 0, g, 0.0), tl.where(h1 * s + t > 0, g, 0.0)
     u2, u3 = tl.where(h2 * s + t > 0, g, 0.0), tl.where(h3 * s + t > 0, g, 0.0)
     su = _over(u0, u1, u2, u3, there)
     suh = _over(u0 * h0, u1 * h1, u2 * h2, u3 * h3, there)
-    tl.store(ds_ptr + plane, tl.sum(suh, 0), mask=exists)
-    tl.store(dt_ptr + plane, tl.sum(su, 0), mask=exists)
+    tl.store(ds_ptr + n * C + channel, tl.sum(suh, 0), mask=exists)
+    tl.store(dt_ptr + n * C + channel, tl.sum(su, 0), mask=exists)
     gain, mean, along = s * k, su / N, suh / N
     kind = dx_ptr.dtype.element_ty
     tl.store(dx_ptr + place, (gain * (u0 - mean - h0 * along)).to(kind), mask=there)
@@ -222,17 +227,18 @@ def _slope_kernel(
 
 @triton.jit
 def _curve_kernel(
-    x_ptr, s_ptr, t_ptr, g_ptr, v_ptr, a_ptr, b_ptr, gx_ptr, gs_ptr, gg_ptr,
+    x_ptr, s_ptr, t_ptr, g_ptr, v_ptr, a_ptr, b_ptr, gx_ptr, gs_ptr, gg_ptr, SN, TN, AN, BN,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     P: tl.constexpr, CB: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    place, pooled, there, plane, exists = _places(tl.program_id(0), H, W, C, P, CB)
+    n = tl.program_id(0)
+    place, pooled, there, channel, exists = _places(n, H, W, C, P, CB)
     N = H * W
     h0, h1, h2, h3, k = _normal(x_ptr, place, there, N, W, C, EPS)
-    s = tl.load(s_ptr + plane, mask=exists, other=0.0)[None, :]
-    t = tl.load(t_ptr + plane, mask=exists, other=0.0)[None, :]
-    a = tl.load(a_ptr + plane, mask=exists, other=0.0)[None, :]
-    b = tl.load(b_ptr + plane, mask=exists, other=0.0)[None, :]
+    s = tl.load(s_ptr + n * SN + channel, mask=exists, other=0.0)[None, :]
+    t = tl.load(t_ptr + n * TN + channel, mask=exists, other=0.0)[None, :]
+    a = tl.load(a_ptr + n * AN + channel, mask=exists, other=0.0)[None, :]
+    b = tl.load(b_ptr + n * BN + channel, mask=exists, other=0.0)[None, :]
     # What a step (v, a, b) does to the normalised map (w), and to 1 / its standard deviation (dk).
     w0, w1 = _quarter(v_ptr, place, there, 0, W, C), _quarter(v_ptr, place, there, 1, W, C)
     w2, w3 = _quarter(v_ptr, place, there, 2, W, C), _quarter(v_ptr, place, there, 3, W, C)
@@ -251,7 +257,7 @@ def _curve_kernel(
     u_mean = _over(u0, u1, u2, u3, there) / N
     uh = _over(u0 * h0, u1 * h1, u2 * h2, u3 * h3, there) / N
     suw = _over(u0 * w0, u1 * w1, u2 * w2, u3 * w3, there)
-    tl.store(gs_ptr + plane, tl.sum(suw, 0), mask=exists)
+    tl.store(gs_ptr + n * C + channel, tl.sum(suw, 0), mask=exists)
     first, second, uw = a * k + s * dk, s * k, suw / N
     kind = gx_ptr.dtype.element_ty
     x0 = first * (u0 - u_mean - h0 * uh) - second * (w0 * uh + h0 * uw)
@@ -264,19 +270,28 @@ def _curve_kernel(
     tl.store(gx_ptr + place + W * C + C, x3.to(kind), mask=there)
 
 
-def _launch(kernel: Any, maps: Tensor, *tensors: Tensor, eps: float) -> None:
+def _launch(
+    kernel: Any, maps: Tensor, *tensors: Tensor, by_plane: tuple[Tensor, ...], eps: float
+) -> None:
+    """Launch on all maps; `by_plane`: (n, c), where all images may share one row in memory."""
     count, height, width, channels = maps.shape
     pixels = triton.next_power_of_2((height // 2) * (width // 2))
-    some = max(1, min(TILE // pixels, triton.next_power_of_2(channels)))
+    some = max(1, min(CHANNELS, TILE // pixels, triton.next_power_of_2(channels)))
     grid = (count, triton.cdiv(channels, some))
-    kernel[grid](maps, *tensors, height, width, channels, P=pixels, CB=some, EPS=eps)
+    strides = [tensor.stride(0) for tensor in by_plane]
+    kernel[grid](maps, *tensors, *strides, height, width, channels, P=pixels, CB=some, EPS=eps)
+
+
+def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
 def norm_relu_pool(x: Tensor, s: Tensor, t: Tensor, eps: float) -> Tensor:
     """Launch the kernel of `fused.norm_relu_pool`."""
     count, height, width, channels = x.shape
+    x, (s, t) = x.contiguous(), _rows(s, t)
     y = torch.empty((count, height // 2, width // 2, channels), dtype=x.dtype, device=x.device)
-    _launch(_norm_kernel, x, s, t, y, eps=eps)
+    _launch(_norm_kernel, x, s, t, y, by_plane=(s, t), eps=eps)
     return y
 
 
@@ -284,8 +299,9 @@ def norm_relu_pool_slope(
     x: Tensor, s: Tensor, t: Tensor, g: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel of `fused.norm_relu_pool_slope`."""
-    out = torch.empty_like(x), torch.empty_like(s), torch.empty_like(t)
-    _launch(_slope_kernel, x, s, t, g, *out, eps=eps)
+    x, g, (s, t) = x.contiguous(), g.contiguous(), _rows(s, t)
+    out = torch.empty_like(x), _planes(x, s), _planes(x, t)
+    _launch(_slope_kernel, x, s, t, g, *out, by_plane=(s, t), eps=eps)
     return out
 
 
@@ -293,6 +309,12 @@ def norm_relu_pool_curve(
     x: Tensor, s: Tensor, t: Tensor, g: Tensor, v: Tensor, a: Tensor, b: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel of `fused.norm_relu_pool_curve`."""
-    out = torch.empty_like(x), torch.empty_like(s), torch.empty_like(g)
-    _launch(_curve_kernel, x, s, t, g, v, a, b, *out, eps=eps)
+    x, g, v = x.contiguous(), g.contiguous(), v.contiguous()
+    s, t, a, b = _rows(s, t, a, b)
+    out = torch.empty_like(x), _planes(x, s), torch.empty_like(g)
+    _launch(_curve_kernel, x, s, t, g, v, a, b, *out, by_plane=(s, t, a, b), eps=eps)
     return out
+
+
+def _planes(x: Tensor, like: Tensor) -> Tensor:
+    return torch.empty((x.shape[0], x.shape[-1]), dtype=like.dtype, device=x.device)
