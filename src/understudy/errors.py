@@ -68,6 +68,12 @@ class VerificationFailed(UnderstudyError):
     exit_code = 5
 
 
+class ProcessLost(UnderstudyError):
+    """One of several processes that share a run has ended."""
+
+    exit_code = 6
+
+
 class Interrupted(UnderstudyError):
     """The run stopped at a committed block because a signal asked for it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import secrets
 import signal
@@ -16,18 +17,23 @@ from torch import Tensor
 
 from understudy import __version__
 from understudy.card import About, data_card
+from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidSettings
+from understudy.files import canonical_json
 from understudy.methods import load_method
 from understudy.methods.method import Configured, Method, configure
 from understudy.privacy import certificate as certificates
+from understudy.privacy.briefing import Briefing
 from understudy.privacy.certificate import Certificate
 from understudy.privacy.curator import Curator, Pace
+from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
-from understudy.privacy.vault import Vault
+from understudy.privacy.vault import Vault, follow
 from understudy.progress import Progress
 from understudy.runs import SET_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
+from understudy.training.engine import Engine
 
 RELEASED_FILES = {
     SET_FILE: "`images` (float32, n x c x h x w, in [0, 1]) and `labels` (int64)",
@@ -95,6 +101,7 @@ class Job:
     origin: Mapping[str, Any]
     """Where the records came from and how they were read, for evaluation to read them again."""
     resume: bool
+    group: Group = ALONE
 
     def run(self, progress: Progress) -> Result:
         """Do it, whole or resumable."""
@@ -187,7 +194,34 @@ class Job:
         files[certificates.FILE_NAME] = certificate.to_bytes()
         self.ledger.finish(run_id, certificate.content["seal"])
         self.directory.finish(files)
-        return Result(synthetic, certificate, self.directory.path)
+        result = Result(synthetic, certificate, self.directory.path)
+        tell_others(self.group, result)
+        return result
+
+
+def tell_others(group: Group, result: Result) -> None:
+    """Tell the other processes how the run came out."""
+    told = {"directory": str(result.directory), "certificate": result.certificate.content}
+    group.bytes_from_leader(canonical_json(told))
+
+
+def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group) -> Result:
+    """Take part in a run that another process leads, with this process's share of the units."""
+    first = group.bytes_from_leader(b"")
+    if not Briefing.is_one(first):  # the run was finished already
+        certificate, directory = _told(first)
+        return Result(SyntheticSet.load(directory / "release" / SET_FILE), certificate, directory)
+    briefing = Briefing.from_bytes(first)
+    _, method, plan = planned(asked, briefing.facts)
+    with _stop_signals():  # whether to stop is up to the leader
+        curator = follow(briefing, data, plan, engine=engine, group=group)
+        synthetic = method.run(curator, Progress())
+        return Result(synthetic, *_told(group.bytes_from_leader(b"")))
+
+
+def _told(message: bytes) -> tuple[Certificate, Path]:
+    told = json.loads(message)
+    return Certificate(told["certificate"]), Path(told["directory"])
 
 
 def _describe(curator: Curator, configured: Configured) -> str:

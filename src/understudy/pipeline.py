@@ -19,12 +19,13 @@ from understudy.data.sources import read_source
 from understudy.errors import InvalidData, OutputExists
 from understudy.evaluation.downstream import DownstreamAccuracy, Protocol, downstream_accuracy
 from understudy.exports import Format, export_release
-from understudy.job import Job, Request, Result, planned
+from understudy.job import Job, Request, Result, assist, planned, tell_others
 from understudy.methods import load_method
 from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Verification
 from understudy.privacy.disclosure import RealImages, disclose_hold_out, disclose_test_set
+from understudy.privacy.group import joined
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
@@ -92,6 +93,9 @@ def synthesize(
         **request: fields of `Request`: `method`, `epsilon`, `delta`, `accountant`, `preset`,
             `settings` (of the method), `seed`, `allow_large_delta`.
 
+    Under `torchrun` every process calls this; each holds a share of the units, rank 0 writes, and
+    all return the result.
+
     A run so short that it teaches nothing, but shows every step:
 
     >>> import tempfile, understudy
@@ -117,25 +121,31 @@ def synthesize(
     report = progress or Progress()
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     records = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
-    directory = RunDirectory(_choose_directory(out, records.name, asked, resume=resume))
-    if resume and directory.is_finished:
-        report.say(f"{directory.path} is finished already")
-        return load_result(directory.path)
-    with _opened(ledger) as book:
-        registered = _registered(book, records, terms or RegistrationTerms(), asked, report)
-        job = Job(
-            vault=Vault(records, registered, book, engine=engine),
-            ledger=book,
-            directory=directory,
-            asked=asked,
-            origin={
-                "source": records.source,
-                "reading": asdict(records.reading),
-                "skipped": records.skipped,
-            },
-            resume=resume,
-        )
-        return job.run(report)
+    with joined(engine.device) as group:
+        if not group.leads:
+            return assist(asked, records, engine=engine, group=group)
+        directory = RunDirectory(_choose_directory(out, records.name, asked, resume=resume))
+        if resume and directory.is_finished:
+            report.say(f"{directory.path} is finished already")
+            result = load_result(directory.path)
+            tell_others(group, result)
+            return result
+        with _opened(ledger) as book:
+            registered = _registered(book, records, terms or RegistrationTerms(), asked, report)
+            job = Job(
+                vault=Vault(records, registered, book, engine=engine, group=group),
+                ledger=book,
+                directory=directory,
+                asked=asked,
+                origin={
+                    "source": records.source,
+                    "reading": asdict(records.reading),
+                    "skipped": records.skipped,
+                },
+                resume=resume,
+                group=group,
+            )
+            return job.run(report)
 
 
 def _registered(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -139,8 +140,17 @@ class JsonOutput(Output):
                 self._print("progress", **fields, epsilon_spent=spent() if spent else None)
 
 
+class SilentOutput(QuietOutput):
+    """Report nothing: another process of the same run does."""
+
+    def result(self, text: str, **_: Any) -> None:
+        """Leave the result to the leading process."""
+
+
 def make_output(options: OutputOptions | None) -> Output:
-    """Choose how to report."""
+    """Choose how to report; of several processes that share a run, the leading one does."""
+    if os.environ.get("RANK", "0") != "0":
+        return SilentOutput()
     if options and options.json:
         return JsonOutput()
     return QuietOutput() if options and options.quiet else Output()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.nets.convnet import ConvNet
+from understudy.nets.params import moved
 from understudy.privacy.disclosure import RealImages
 from understudy.privacy.plan import PublicFacts
 from understudy.progress import Progress
@@ -110,7 +111,7 @@ def downstream_accuracy(
     accuracies = []
     for number in progress.steps(range(protocol.networks)):
         generator = public_generator(protocol.seed, "evaluation", number)
-        params = {name: weight.to(device) for name, weight in network.init(generator).items()}
+        params = moved(network.init(generator), device)
         params = fit(
             network,
             params,

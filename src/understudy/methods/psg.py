@@ -21,7 +21,7 @@ from torch import Tensor
 from understudy.errors import InvalidSettings
 from understudy.methods.method import Preset, setting
 from understudy.nets.convnet import ConvNet
-from understudy.nets.params import Params, parameter_count
+from understudy.nets.params import Params, moved, parameter_count
 from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.progress import Progress
@@ -180,7 +180,7 @@ class PSG:
 
     def _draw_network(self, number: int) -> Params:
         drawn = self.network.init(public_generator(self.seed, "network", number))
-        return {name: weight.to(self._mean.device) for name, weight in drawn.items()}
+        return moved(drawn, self._mean.device)
 
     def _loss(self, theta: Params, image: Tensor, label: Tensor) -> Tensor:
         """Return the classification loss of one private record; runs behind the door."""

@@ -38,3 +38,10 @@ def uniform_fan_in(shape: Sequence[int], *, fan_in: int, generator: torch.Genera
 def parameter_count(params: Params) -> int:
     """Count the scalars in `params`."""
     return sum(tensor.numel() for tensor in params.values())
+
+
+def moved(params: Params, device: torch.device) -> Params:
+    """Bring `params` to `device`, without waiting for it."""
+    if device.type == "cpu":
+        return params
+    return {n: w.pin_memory().to(device, non_blocking=True) for n, w in params.items()}

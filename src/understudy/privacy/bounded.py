@@ -44,6 +44,7 @@ def noisy_bounded_sum(
     Privacy:
         Reads the records of the sampled units. A unit's records are summed, then the sum is scaled
         to an L2 norm of at most `bound`, so emptying one slot moves the total by at most `bound`.
+        Where several processes hold the units, each samples its own, and one adds the noise.
         Charges one Poisson-sampled Gaussian with noise multiplier `access.noise_multiplier`.
     Edge cases:
         No unit sampled: noise alone. A contribution that is not finite: zero, chosen by `where`.
@@ -67,7 +68,9 @@ def noisy_bounded_sum(
         for rows in records.unit_rows(units, contribution, inputs or {}, dimension=dimension):
             total += clipped_sum(rows, bound)
     noise_std = access.noise_multiplier * bound
-    return snapped(total + noise_std * access.randomness.normal(dimension), noise_std)
+    if access.group.leads:  # before the sums of all processes are added up: no other sees it bare
+        total = total + noise_std * access.randomness.normal(dimension)
+    return snapped(access.group.add_up(total), noise_std)
 
 
 @dataclass(frozen=True)

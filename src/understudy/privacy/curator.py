@@ -18,7 +18,9 @@ from understudy.errors import Interrupted, PlanExhausted, PlanViolation
 from understudy.nets.params import Params
 from understudy.privacy.accounting import Calibration, epsilon_of
 from understudy.privacy.blocks import Blocks
+from understudy.privacy.briefing import FollowingBlocks
 from understudy.privacy.gradients import Loss
+from understudy.privacy.group import Group
 from understudy.privacy.plan import Kind, Plan, PublicFacts
 from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records
@@ -48,8 +50,8 @@ class Curator(Sealed):
     """Answer the releases of one plan, each at most as often as planned."""
 
     __slots__ = (
-        "_answered", "_blocks", "_bounds", "_committed_at", "_offered", "_pace", "_randomness",
-        "_records", "_spent", "calibration", "engine", "facts", "plan",
+        "_answered", "_blocks", "_bounds", "_committed_at", "_group", "_offered", "_pace",
+        "_randomness", "_records", "_spent", "calibration", "engine", "facts", "plan",
     )  # fmt: skip
 
     def __init__(
@@ -60,13 +62,14 @@ class Curator(Sealed):
         facts: PublicFacts,
         plan: Plan,
         calibration: Calibration,
-        blocks: Blocks,
+        blocks: Blocks | FollowingBlocks,
         pace: Pace,
         engine: Engine,
+        group: Group,
     ) -> None:
         self.facts, self.plan, self.calibration, self.engine = facts, plan, calibration, engine
         self._records, self._randomness = records, randomness
-        self._blocks, self._pace = blocks, pace
+        self._blocks, self._pace, self._group = blocks, pace, group
         self._answered: Counter[str] = Counter()
         self._offered: tuple[int, State] | None = None
         remembered = blocks.latest.notes["bounds"] if blocks.latest else {}
@@ -141,6 +144,7 @@ class Curator(Sealed):
             sampling_rate=line.sampling_rate,
             noise_multiplier=self.calibration.noise_multiplier * line.noise_ratio,
             engine=self.engine,
+            group=self._group,
         )
 
     def _answer(self, release: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -180,7 +184,7 @@ class Curator(Sealed):
         Raises:
             Interrupted: a signal asked to stop; everything up to here is committed.
         """
-        should_stop = self._pace.should_stop()
+        should_stop = self._group.agrees(self._pace.should_stop())
         is_due = time.monotonic() - self._committed_at >= self._pace.seconds
         self._offered = (step, state)
         if should_stop or is_due or self.is_exhausted:

@@ -143,9 +143,10 @@ def one_by_one(function: Callable[..., object]) -> Callable[..., object]:
 
 def split_like(flat: Tensor, params: Params) -> Params:
     """Cut a flat vector into tensors shaped like `params`, rounding once to their type."""
-    sizes = [tensor.numel() for tensor in params.values()]
-    pieces = torch.split(flat, sizes)
-    return {
-        name: piece.view(tensor.shape).to(tensor.dtype)
-        for (name, tensor), piece in zip(params.items(), pieces, strict=True)
-    }
+    rounded = {dtype: flat.to(dtype) for dtype in {tensor.dtype for tensor in params.values()}}
+    start, pieces = 0, {}
+    for name, tensor in params.items():
+        piece = rounded[tensor.dtype][start : start + tensor.numel()]
+        pieces[name] = piece.view(tensor.shape)
+        start += tensor.numel()
+    return pieces

@@ -68,6 +68,11 @@ class Records(Sealed):
         )
 
     @property
+    def unit_count(self) -> int:
+        """Number of slots held here, empty ones included: public."""
+        return len(self._starts) - 1
+
+    @property
     def device(self) -> torch.device:
         """Where functions of records run."""
         return self._images.device

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from understudy.privacy.group import ALONE, Group
 from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records
 from understudy.training.engine import Engine
@@ -28,6 +29,8 @@ class Access:
     sampling_rate: float
     noise_multiplier: float
     engine: Engine
+    group: Group = ALONE
+    """The processes that hold the other units."""
 
     @property
     def expected_batch(self) -> float:
@@ -41,10 +44,11 @@ class Access:
         One batch in forty needs a second pass. More sizes would save a few percent of a release,
         and each would cost a compilation. Public: it follows from the rate and the number of units.
         """
-        spread = math.sqrt(self.expected_batch * (1 - self.sampling_rate))
-        wanted = min(self.expected_batch + 2 * spread, self.units, MOST_AT_ONCE)
+        units = self.records.unit_count
+        spread = math.sqrt(units * self.sampling_rate * (1 - self.sampling_rate))
+        wanted = min(units * self.sampling_rate + 2 * spread, units, MOST_AT_ONCE)
         return BATCH_MULTIPLE * math.ceil(wanted / BATCH_MULTIPLE)
 
     def sample_units(self) -> Tensor:
-        """Choose each unit independently with probability `sampling_rate`; possibly none."""
-        return self.randomness.choose(self.units, self.sampling_rate)
+        """Choose each unit held here independently with probability `sampling_rate`."""
+        return self.randomness.choose(self.records.unit_count, self.sampling_rate)

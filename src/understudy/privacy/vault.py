@@ -7,6 +7,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from understudy.data.images import LabelledImages
 from understudy.errors import DataChanged, InvalidSettings
 from understudy.files import home
@@ -18,7 +21,9 @@ from understudy.privacy.accounting import (
     renyi_divergence,
 )
 from understudy.privacy.blocks import Blocks
+from understudy.privacy.briefing import Briefing, FollowingBlocks, digest, results_of
 from understudy.privacy.curator import Curator, Pace
+from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Charge, Ledger, Limit
 from understudy.privacy.plan import Budget, Plan, PublicFacts
 from understudy.privacy.randomness import Randomness, SecretRandomness
@@ -31,7 +36,7 @@ from understudy.training.engine import Engine
 class Vault(Sealed):
     """Hold the records of a registered data set, laid out by unit, the held-out units apart."""
 
-    __slots__ = ("_engine", "_held_out", "_records", "registration")
+    __slots__ = ("_digest", "_engine", "_group", "_held_out", "_learn", "_records", "registration")
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class Vault(Sealed):
         ledger: Ledger,
         *,
         engine: Engine | None = None,
+        group: Group | None = None,
     ) -> None:
         if not is_registered_as(ledger, data, registration):
             raise DataChanged(
@@ -48,14 +54,14 @@ class Vault(Sealed):
             )
         facts = registration.facts
         self.registration = registration
-        self._engine = engine or Engine()
-        device = self._engine.device
+        self._engine, self._group = engine or Engine(), group or ALONE
         total = int(data.units.max()) + 1
-        learn, held_out = registration.split_units(total)
-        self._records = Records.from_units(
-            data, learn, max_per_unit=facts.max_per_unit, device=device
+        self._learn, held_out = registration.split_units(total)
+        self._records = _part(data, self._learn, facts, self._engine, self._group)
+        self._held_out = Records.from_units(
+            data, held_out, max_per_unit=None, device=self._engine.device
         )
-        self._held_out = Records.from_units(data, held_out, max_per_unit=None, device=device)
+        self._digest = digest(data) if self._group.size > 1 else ""
 
     def __repr__(self) -> str:
         facts = self.facts
@@ -114,16 +120,33 @@ class Vault(Sealed):
                 divergence=None,
             )
             self._reserve(run_id, ledger, charge)
+        blocks = Blocks(ledger, run_id, workspace)
+        if self._group.size > 1:
+            self._brief(plan, calibration, blocks)
         return Curator(
             self._records,
             source,
             facts=self.facts,
             plan=plan,
             calibration=calibration,
-            blocks=Blocks(ledger, run_id, workspace),
+            blocks=blocks,
             pace=pace or Pace(),
             engine=self._engine,
+            group=self._group,
         )
+
+    def _brief(self, plan: Plan, calibration: Calibration, blocks: Blocks) -> None:
+        """Tell the other processes what they need to take part."""
+        briefing = Briefing(
+            facts=self.facts,
+            plan=plan.to_json(),
+            calibration=calibration,
+            records=self._digest,
+            units=self._learn,
+            committed=blocks.committed,
+            results=results_of(blocks),
+        )
+        self._group.bytes_from_leader(briefing.to_bytes())
 
     def _reserve(self, run_id: str, ledger: Ledger, charge: Charge) -> None:
         lifetime = self.registration.lifetime_epsilon
@@ -162,3 +185,39 @@ class Vault(Sealed):
             delta_tail=row["delta_tail"],
             accountant=budget.accountant,
         )
+
+
+def follow(
+    briefing: Briefing,
+    data: LabelledImages,
+    plan: Plan,
+    *,
+    engine: Engine,
+    group: Group,
+    randomness: Randomness | None = None,
+) -> Curator:
+    """Open a part of the records for a run that another process leads."""
+    briefing.check(data, plan)
+    return Curator(
+        _part(data, briefing.units, briefing.facts, engine, group),
+        randomness or SecretRandomness(engine.device),
+        facts=briefing.facts,
+        plan=plan,
+        calibration=briefing.calibration,
+        blocks=FollowingBlocks(briefing),
+        pace=Pace(),
+        engine=engine,
+        group=group,
+    )
+
+
+def _part(
+    data: LabelledImages,
+    units: NDArray[np.int64],
+    facts: PublicFacts,
+    engine: Engine,
+    group: Group,
+) -> Records:
+    """Hold this process's share of the units."""
+    mine = units[group.rank :: group.size]
+    return Records.from_units(data, mine, max_per_unit=facts.max_per_unit, device=engine.device)

@@ -78,7 +78,7 @@ def fit(
     drop_at = sgd.epochs if sgd.drop_at is None else min(sgd.drop_at, sgd.epochs)
     step = SGDStep(network, sgd.momentum, sgd.weight_decay)
     for speed, epochs in ((sgd.lr, drop_at), (0.1 * sgd.lr, sgd.epochs - drop_at)):
-        lr = torch.tensor(speed, device=images.device)
+        lr = torch.full((), speed, device=images.device)  # torch.tensor would wait for a GPU
         if augment is None and len(images) <= sgd.batch and epochs:  # each epoch is the same step
             state = engine.run(step, state, network.prepare(images), labels, lr, times=epochs)
             continue

@@ -24,6 +24,7 @@ def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) ->
         gradient: contributes zero. Infinite clip norm: refused.
     """
     dimension = sum(tensor.numel() for tensor in params.values())
+    params = access.group.same_params(params)
     rows = GradientRows(loss)
     total = noisy_bounded_sum(
         access, rows, params, dimension=dimension, bound=clip_norm, many_times=True
