@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import opacus
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from door import access_to, linear_loss, linear_params, some_images, without
+from static import static_engine
 from understudy.errors import PlanViolation
 from understudy.nets.convnet import ConvNet
 from understudy.privacy import records
 from understudy.privacy.bounded import clipped_sum, noisy_bounded_sum
 from understudy.privacy.gradients import GradientRows, split_like
 from understudy.privacy.releases.gradient import gradient
+from understudy.privacy.sampling import Access
 
 UNITS_OF_SEVERAL = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 4, 5]
 
@@ -254,3 +257,80 @@ def test_split_like_keeps_names_shapes_and_order():
     assert list(pieces) == list(params)
     assert pieces["bias"].tolist() == [192, 193, 194]
     assert pieces["weight"].shape == (3, 64)
+
+
+@pytest.mark.parametrize("batch", [4, 5, 12, 32])
+def test_static_batches_give_the_same_sum(batch, monkeypatch):
+    """Twelve units in passes of `batch`: filled up with places that do not count, none left out."""
+    data, params = some_images(12), linear_params()
+    select = (0, 2, 3, 5, 6, 7, 8, 9, 11)
+    expected = flat(gradient(access_to(data, select=select), linear_loss, params, clip_norm=0.1))
+    monkeypatch.setattr(Access, "static_batch", property(lambda _: batch))
+    access = replace(access_to(data, select=select), engine=static_engine(monkeypatch))
+    for _ in range(2):
+        released = flat(gradient(access, linear_loss, params, clip_norm=0.1))
+        assert torch.allclose(released, expected, atol=1e-7)
+    assert len(access.engine.compiled) == 1
+    assert access.engine.said == []
+
+
+def test_static_batches_of_nothing_and_with_empty_slots(monkeypatch):
+    data, params = some_images(12), linear_params()
+    engine = static_engine(monkeypatch)
+    nobody = replace(access_to(data, select=()), engine=engine)
+    assert flat(gradient(nobody, linear_loss, params, clip_norm=0.1)).abs().max() == 0
+    emptied = without(data, 0)
+    expected = flat(gradient(access_to(emptied), linear_loss, params, clip_norm=0.1))
+    access = replace(access_to(emptied), engine=engine)
+    assert torch.allclose(
+        flat(gradient(access, linear_loss, params, clip_norm=0.1)), expected, atol=1e-7
+    )
+
+
+def test_what_fills_a_static_batch_up_counts_for_nothing(monkeypatch):
+    """The first record fills batches up; here its loss is infinite, and it was not sampled."""
+    data, params = some_images(12), linear_params()
+    data.images[0] = 255
+
+    def loss(p, image, label):
+        return linear_loss(p, image, label) / (image.min() < 1)
+
+    select = (1, 4, 5)
+    expected = flat(gradient(access_to(data, select=select), loss, params, clip_norm=0.1))
+    access = replace(access_to(data, select=select), engine=static_engine(monkeypatch))
+    released = flat(gradient(access, loss, params, clip_norm=0.1))
+    assert released.isfinite().all()
+    assert torch.allclose(released, expected, atol=1e-7)
+
+
+def test_units_of_several_records_take_the_general_path(monkeypatch):
+    data, params = some_images(12, units=UNITS_OF_SEVERAL), linear_params()
+    expected = flat(gradient(access_to(data), linear_loss, params, clip_norm=0.1))
+    access = replace(access_to(data), engine=static_engine(monkeypatch))
+    assert torch.equal(flat(gradient(access, linear_loss, params, clip_norm=0.1)), expected)
+    assert access.engine.compiled == []
+
+
+def test_static_batches_are_two_standard_deviations_above_the_expected_one():
+    access = access_to(some_images(4000), sampling_rate=0.064)
+    assert access.expected_batch == pytest.approx(256)
+    assert access.static_batch == 288  # 256 + 2 * 15.5, rounded up to a multiple of 32
+
+
+def test_rounded_rows_are_bounded_as_they_are():
+    """bfloat16 rows: the norm is that of the rounded row, so the bound holds for what is summed."""
+    torch.manual_seed(0)
+    rows = [torch.randn(50, 3, 40).bfloat16() * 10, torch.randn(50, 70)]
+    for number in range(50):
+        one = [block[number : number + 1] for block in rows]
+        assert 0.1 - 1e-6 < clipped_sum(one, 0.1).norm() <= 0.1
+    small = [block / 1e6 for block in rows]
+    exact = torch.cat([block.double().flatten(1) for block in small], dim=1).sum(0)
+    assert torch.allclose(clipped_sum(small, 0.1), exact, atol=1e-12)
+
+
+def test_rows_in_any_memory_order_give_sums_in_the_parameters_order():
+    block = torch.randn(6, 4, 5, 2)
+    strided = block.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    assert strided.stride() != block.stride()
+    assert torch.allclose(clipped_sum([strided], 1.0), clipped_sum([block], 1.0))

@@ -1,0 +1,168 @@
+"""The engine: the same results compiled or not, one program per shape, and never silent."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from static import static_engine
+from understudy.errors import InvalidSettings
+from understudy.training import engine as module
+from understudy.training.engine import Engine, choose_device
+
+
+@dataclass(frozen=True)
+class Descend:
+    """A step with everything that steps have: a nested state, second derivatives, a 4-D tensor."""
+
+    rate: float
+
+    def __call__(self, state, target):
+        points, velocity = state["points"], state["velocity"]
+        with torch.enable_grad():
+            leaf = points.detach().requires_grad_()
+            loss = ((leaf - target).square().sum() + leaf.cos().sum()) / 2
+            (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+            (curve,) = torch.autograd.grad(slope.square().sum(), leaf)
+        velocity = 0.5 * velocity + curve
+        return {"points": points - self.rate * velocity, "velocity": velocity}
+
+
+def start(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(2, 3, 4, 4, generator=generator)
+    return {"points": points, "velocity": torch.zeros_like(points)}, torch.ones(3, 4, 4)
+
+
+@pytest.fixture
+def static(monkeypatch):
+    return static_engine(monkeypatch)
+
+
+def equal(a, b):
+    return all(torch.allclose(a[key], b[key]) for key in b)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_compiled_steps_equal_plain_ones(static, times):
+    state, target = start()
+    for _ in range(2):  # the second call replays
+        ours = static.run(Descend(0.01), state, target, times=times)
+        theirs = Engine().run(Descend(0.01), state, target, times=times)
+        assert equal(ours, theirs)
+        state = ours
+    assert static.said == []
+
+
+def test_results_are_not_overwritten_by_the_next_call(static):
+    state, target = start()
+    first = static.run(Descend(0.01), state, target)
+    kept = {key: value.clone() for key, value in first.items()}
+    static.run(Descend(0.01), start(1)[0], target)
+    assert equal(first, kept)
+
+
+def test_an_input_changed_in_place_is_seen(static):
+    state, target = start()
+    static.run(Descend(0.01), state, target)
+    target.mul_(2)
+    assert equal(
+        static.run(Descend(0.01), state, target), Engine().run(Descend(0.01), state, target)
+    )
+
+
+def test_equal_steps_share_a_program_and_others_do_not(static):
+    state, target = start()
+    for rate in (0.01, 0.01, 0.02):
+        static.run(Descend(rate), state, target)
+    assert len(static.compiled) == 2
+    smaller = {key: value[:1] for key, value in state.items()}
+    static.run(Descend(0.01), smaller, target)
+    assert len(static.compiled) == 3
+
+
+def test_resident_tensors_are_used_where_they_are(static):
+    def look_up(table, places):
+        return table[places] * 2
+
+    table, places = torch.arange(10.0), torch.tensor([3, 1])
+    assert static.run(look_up, places, resident=(table,)).tolist() == [6, 2]
+    table[3] = 50  # no copy was taken
+    assert static.run(look_up, places, resident=(table,)).tolist() == [100, 2]
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(static):
+    def needs_a_number(x):
+        return x * 2 if float(x.sum()) > 0 else x
+
+    assert static.run(needs_a_number, torch.ones(2)).tolist() == [2, 2]
+    assert static.run(needs_a_number, -torch.ones(2)).tolist() == [-1, -1]
+    (line,) = static.said
+    assert line.startswith("needs_a_number cannot be compiled (")
+    assert "\n" not in line
+
+
+def test_what_cannot_be_captured_runs_compiled_and_says_so(static, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(module, "_Captured", refuse)
+    state, target = start()
+    assert equal(
+        static.run(Descend(0.01), state, target, times=2),
+        Engine().run(Descend(0.01), state, target, times=2),
+    )
+    (line,) = static.said
+    assert "cannot be captured as a CUDA graph (RuntimeError: operation not permitted" in line
+    assert "more" not in line
+
+
+def test_a_new_function_at_every_call_is_not_compiled_for_ever(static):
+    for number in range(module.MOST_PROGRAMS + 2):
+        assert static.run(lambda x, n=number: x + n, torch.ones(1)).item() == 1 + number
+    assert len(static.compiled) == module.MOST_PROGRAMS
+    assert "programs are in use already" in static.said[0]
+
+
+def test_without_compilation_nothing_is_traced(static):
+    static.compile = False
+    state, target = start()
+    static.run(Descend(0.01), state, target)
+    assert static.compiled == []
+
+
+def test_small_products_are_sums_and_large_ones_are_left_alone():
+    torch.manual_seed(0)
+    for left, right, rewritten in [
+        ((100, 2048), (2048, 10), True),
+        ((7, 1, 81), (7, 81, 128), True),
+        ((7, 5, 1), (7, 1, 9), True),
+        ((64, 64), (64, 64), False),
+        ((7, 9, 1024), (7, 1024, 9), False),
+    ]:
+        a, b = torch.randn(left), torch.randn(right)
+        found = module._product(a, b)
+        assert (found is not NotImplemented) == rewritten
+        if rewritten:
+            assert torch.allclose(found, a @ b, atol=1e-3)
+
+
+def test_devices():
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(InvalidSettings, match="there is no device 'tpu'"):
+        choose_device("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidSettings, match="no CUDA device was found"):
+            choose_device("cuda")
+
+
+def test_compiled_code_is_kept_on_disk(static, monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("UNDERSTUDY_HOME", str(tmp_path))
+    static.run(Descend(0.01), *start())
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
