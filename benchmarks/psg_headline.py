@@ -23,6 +23,7 @@ import torch
 import understudy
 from common import RESULTS, commit, device_name
 from understudy.errors import Interrupted
+from understudy.methods.psg import PSG
 from understudy.runs import partial
 
 CELLS = RESULTS / "psg.json"
@@ -56,11 +57,12 @@ def planned() -> list[Cell]:
         for epsilon in (1.0, 10.0)
         for seed in (0, 1)
         for preset in ("best", "paper")
+        if preset in PSG.presets
         for data in ("mnist", "fashion-mnist")
     ]
     for per_class in (1, 20, 50):
         for (data, epsilon), accuracies in PAPER.items():
-            if per_class in accuracies:
+            if per_class in accuracies and "best" in PSG.presets:
                 cells.append(Cell(data, epsilon, per_class, "best", 0))
     return cells
 

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo  # torch.func imports it at first use, which takes seconds
 
 import understudy
-from understudy import pipeline
+from understudy import job
 from understudy.privacy import vault
 from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.randomness import SecretRandomness
@@ -50,7 +50,7 @@ def run(folder: str, attempt: int) -> None:
 
     Curator.checkpoint, Curator.restore = logged_checkpoint, logged_restore
     vault.SecretRandomness = Logged
-    pipeline.Pace = lambda **options: Pace(seconds=0.1, **options)
+    job.Pace = lambda **options: Pace(seconds=0.1, **options)
     understudy.synthesize(
         "digits",
         settings=SETTINGS,

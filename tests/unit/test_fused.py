@@ -13,7 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from understudy.methods.psg import PSG, PSGConfig
+from understudy.methods.psg import PSG, PSGConfig, RecordLoss
 from understudy.nets import convnet, fused
 from understudy.privacy.bounded import _BoundedSum
 from understudy.privacy.gradients import GradientRows
@@ -60,15 +60,18 @@ def test_under_vmap_each_record_has_its_own_slope():
 def steps():
     """The three steps of PSG with their arguments, as a GPU would get them."""
     psg = PSG(PSGConfig(width=8, images_per_class=5), FACTS, seed=0)
-    theta = psg._draw_network(0)
+    theta = psg._draw(0, torch.device("cpu"))
     gradient = {name: torch.randn_like(weight) for name, weight in theta.items()}
     images, labels = torch.randn(20, 1, 16, 16), torch.arange(20) % 4
     private = torch.randint(0, 256, (50, 1, 16, 16), dtype=torch.uint8), torch.arange(50) % 4
     places, counts = torch.arange(32), torch.arange(32) < 30
-    release = _BoundedSum(GradientRows(psg._loss, by_layer=True), 0.1)
+    release = _BoundedSum(GradientRows(RecordLoss(psg.network, FACTS.mean, FACTS.std)), 0.1)
     prepared = psg.network.prepare(images)
     return [
-        (psg._image_step, (images, torch.zeros_like(images), labels, theta, gradient)),
+        (
+            psg._image_step(psg.network, 1.0),
+            ((images, torch.zeros_like(images)), labels, theta, gradient, torch.tensor(0.1)),
+        ),
         (SGDStep(psg.network), ((theta, {}), prepared, labels, torch.tensor(0.01))),
         (release, (*private, theta, places, counts)),
     ]

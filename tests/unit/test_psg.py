@@ -9,7 +9,7 @@ from torch import nn
 from door import LOOSE, a_vault, some_images
 from understudy.errors import InvalidSettings
 from understudy.methods.method import configure
-from understudy.methods.psg import PSG, PSGConfig, matching_distance
+from understudy.methods.psg import PSG, ImageStep, PSGConfig, matching_distance
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.progress import Progress
@@ -164,3 +164,71 @@ def test_projection_keeps_pixels_in_range(ledger, tmp_path):
     pixels = state["images"] * std + mean
     assert pixels.min() >= -1e-5
     assert pixels.max() <= 1 + 1e-5
+
+
+def test_rows_that_noise_explains_do_not_count():
+    """Rows of lengths 1 and 3 with two coordinates of noise 1: nothing of the first is signal."""
+    real = {"w": torch.tensor([[1.0, 0.0], [3.0, 0.0]])}
+    other = {"w": torch.tensor([[0.0, 1.0], [0.0, 1.0]])}
+    assert matching_distance(real, other, noise_std=1.0).item() == pytest.approx(1 - 2 / 9)
+    assert matching_distance(real, other).item() == pytest.approx(2)
+
+
+def recorded(ledger, tmp_path, monkeypatch, **settings):
+    """Run PSG on fixed draws; return the images and rates of all image steps, and the set."""
+    data = some_images(30)
+    vault = a_vault(ledger, data)
+    small = {
+        "rounds": 2, "outer": 2, "batches": 2, "inner": 1, "batch": 15, "images_per_class": 1,
+        "width": 2, "project": False,
+    }  # fmt: skip
+    config = configure(PSG, vault.facts, 10, settings=small | settings).config
+    method = PSG(config, vault.facts, seed=3)
+    curator = vault.open(
+        method.plan(),
+        LOOSE,
+        ledger,
+        workspace=tmp_path / "w",
+        run_id=f"r{len(settings)}",
+        allow_large_delta=True,
+        randomness=InjectedRandomness(
+            uniform=lambda n: torch.zeros(n, dtype=torch.float64),
+            normal=lambda n: torch.full((n,), 0.1, dtype=torch.float64),
+        ),
+    )
+    steps = []
+    original = ImageStep.__call__
+
+    def watched(self, state, *rest):
+        result = original(self, state, *rest)
+        steps.append((result[0], rest[-1].item()))
+        return result
+
+    monkeypatch.setattr(ImageStep, "__call__", watched)
+    made = method.run(curator, Progress())
+    return [image for image, _ in steps], [lr for _, lr in steps], made
+
+
+def test_images_of_the_last_steps_are_averaged(ledger, tmp_path, monkeypatch):
+    images, _, made = recorded(ledger, tmp_path, monkeypatch, average=0.25)
+    mean = torch.stack(images[-2:]).mean(0)
+    facts = a_vault(ledger, some_images(30)).facts
+    expected = (mean * facts.std[0] + facts.mean[0]).clamp(0, 1)
+    assert len(images) == 8
+    assert torch.allclose(made.images, expected, atol=1e-6)
+
+
+def test_the_learning_rate_falls_linearly(ledger, tmp_path, monkeypatch):
+    _, rates, _ = recorded(ledger, tmp_path, monkeypatch, image_lr=1.0, image_lr_end=0.2)
+    assert rates == pytest.approx([1 - 0.8 * step / 8 for step in range(8)])
+
+
+def test_several_image_steps_per_release(ledger, tmp_path, monkeypatch):
+    images, _, _ = recorded(ledger, tmp_path, monkeypatch, image_steps=3)
+    assert len(images) == 24
+
+
+@pytest.mark.parametrize("bad", [{"average": 1.5}, {"image_lr_end": -0.1}, {"image_steps": 0}])
+def test_new_settings_are_checked(bad):
+    with pytest.raises(InvalidSettings):
+        PSGConfig(**bad)

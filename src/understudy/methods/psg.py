@@ -46,11 +46,21 @@ class PSGConfig:
     network_lr: float = setting(0.01, "Learning rate of the network on the set.")
     width: int = setting(128, "Filters per convolution of the network.")
     project: bool = setting(False, "Keep pixels within [0, 1] after every image step.")
+    image_steps: int = setting(1, "Image steps per private batch.")
+    image_lr_end: float = setting(1.0, "Image learning rate at the end, as a share; linear.")
+    average: float = setting(0.0, "Share of the run, at its end, whose images are averaged.")
+    shrink: bool = setting(False, "Weigh rows of the noisy gradient by how far they exceed noise.")
 
     def __post_init__(self) -> None:
-        for name in ("images_per_class", "rounds", "outer", "batches", "inner", "batch", "width"):
+        for name in (
+            "images_per_class", "rounds", "outer", "batches", "inner", "batch", "width",
+            "image_steps",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name in ("image_lr_end", "average"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 to 1")
         for name in ("clip_norm", "image_lr", "network_lr"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidSettings(
@@ -59,8 +69,12 @@ class PSGConfig:
 
     @property
     def steps(self) -> int:
-        """R * T * K: releases, and image steps."""
+        """R * T * K: releases."""
         return self.rounds * self.outer * self.batches
+
+    def lr_at(self, step: int) -> float:
+        """Return the images' learning rate at `step`."""
+        return self.image_lr * (1 - (1 - self.image_lr_end) * step / self.steps)
 
 
 def _paper(_: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,17 +101,86 @@ def _small(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def matching_distance(real: Params, synthetic: Params) -> Tensor:
+def matching_distance(real: Params, synthetic: Params, *, noise_std: float = 0.0) -> Tensor:
     """Sum, over the rows of every weight matrix, 1 - cosine of the two gradients.
 
     Rows are output channels or units. Biases and norm scales (one dimension) are left out.
+
+    Args:
+        real: the noisy gradient.
+        synthetic: the synthetic set's.
+        noise_std: standard deviation of the noise in `real`; rows count by the share of their
+            squared length that noise does not explain.
     """
     rows = []
     for name, noisy in real.items():
         if noisy.ndim >= 2:
             a, b = noisy.flatten(1), synthetic[name].flatten(1)
-            rows.append(1 - (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1) + 1e-6))
+            distance = 1 - (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1) + 1e-6)
+            if noise_std:
+                explained = a.shape[1] * noise_std**2 / a.square().sum(1)
+                distance = distance * (1 - explained).clamp(min=0)
+            rows.append(distance)
     return torch.cat(rows).sum()
+
+
+@dataclass(frozen=True)
+class RecordLoss:
+    """The classification loss of one private record; runs behind the door."""
+
+    network: ConvNet
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, theta: Params, image: Tensor, label: Tensor) -> Tensor:
+        """Return the loss of `image`, pixels in [0, 1], under the network's parameters."""
+        normalised = (image - per_channel(self.mean, image)) / per_channel(self.std, image)
+        return F.cross_entropy(self.network(theta, normalised[None]), label[None])
+
+
+@dataclass(frozen=True)
+class ImageStep:
+    """One step of the images towards the gradient that they should give."""
+
+    network: ConvNet
+    momentum: float
+    noise_std: float
+    """What the matching distance is told of the noise."""
+    pixel_range: tuple[tuple[float, ...], tuple[float, ...]] | None
+    """Black and white of each channel, normalised, to keep pixels between."""
+
+    def __call__(
+        self,
+        state: tuple[Tensor, Tensor],
+        labels: Tensor,
+        theta: Params,
+        g_real: Params,
+        lr: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Move the images so that the gradient they give gets nearer to the noisy one."""
+        images, velocity = state
+        pixels = images.detach().requires_grad_()
+        weights = {name: weight.detach().requires_grad_() for name, weight in theta.items()}
+        loss = mean_loss(self.network, weights, pixels, labels)
+        g_synthetic = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        distance = matching_distance(
+            g_real, dict(zip(weights, g_synthetic, strict=True)), noise_std=self.noise_std
+        )
+        (slope,) = torch.autograd.grad(distance, pixels)
+
+        velocity = self.momentum * velocity + slope
+        images = images - lr * velocity
+        if self.pixel_range:
+            black, white = (per_channel(value, images) for value in self.pixel_range)
+            images = torch.minimum(torch.maximum(images, black), white)
+        return images, velocity
+
+
+def per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return `values` as a tensor (c, 1, 1) beside `like`, made there: nothing is copied."""
+    return torch.cat(
+        [torch.full((1, 1, 1), v, dtype=like.dtype, device=like.device) for v in values]
+    )
 
 
 class PSG:
@@ -118,8 +201,6 @@ class PSG:
     def __init__(self, config: PSGConfig, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed
         self.network = ConvNet(facts.shape, facts.classes, config.width)
-        self._mean = torch.tensor(facts.mean).view(-1, 1, 1)
-        self._std = torch.tensor(facts.std).view(-1, 1, 1)
 
     def plan(self) -> Plan:
         """R * T * K noisy gradients of the whole network."""
@@ -139,29 +220,32 @@ class PSG:
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
         """Algorithm 1; its loops over r, t and k are counted as one, so that it can be resumed."""
         config, engine = self.config, curator.engine
-        self._move_to(engine.device)
+        network = self._network_for(engine.device)
+        loss = RecordLoss(network, self.facts.mean, self.facts.std)
+        image_step = self._image_step(network, curator.calibration.noise_multiplier)
         per_run = config.outer * config.batches
+        averaged_from = config.steps - round(config.average * config.steps)
         labels = torch.arange(self.facts.classes).repeat_interleave(config.images_per_class)
         labels = labels.to(engine.device)
-        images = torch.randn(
-            (len(labels), *self.facts.shape), generator=public_generator(self.seed, "images")
-        ).to(engine.device)
-        velocity, theta = torch.zeros_like(images), cast(Params, {})
-        done, saved = curator.restore()
-        if done:
-            images, velocity = cast(Tensor, saved["images"]), cast(Tensor, saved["velocity"])
-            theta = cast(Params, saved["theta"])
+        done, images, velocity, average, theta = self._start(curator, len(labels))
 
         for step in progress.steps(range(done, config.steps), spent=curator.epsilon_spent):
             if step % per_run == 0:  # a new run r: a fresh network
-                theta = self._draw_network(step // per_run)
-            g_real = curator.gradient(self._loss, theta, clip_norm=config.clip_norm)
-            images, velocity = engine.run(self._image_step, images, velocity, labels, theta, g_real)
+                theta = self._draw(step // per_run, engine.device)
+            g_real = curator.gradient(loss, theta, clip_norm=config.clip_norm)
+            lr = torch.full((), config.lr_at(step), device=engine.device)
+            images, velocity = engine.run(
+                image_step,
+                (images, velocity), labels, theta, g_real, lr,
+                times=config.image_steps,
+            )  # fmt: skip
+            if step >= averaged_from:
+                average = average + (images - average) / (step - averaged_from + 1)
             is_last_batch = (step + 1) % config.batches == 0
             is_last_of_run = (step + 1) % per_run == 0
             if is_last_batch and not is_last_of_run:  # after the last t the network is thrown away
                 theta = fit(
-                    self.network,
+                    network,
                     theta,
                     images,
                     labels,
@@ -169,38 +253,38 @@ class PSG:
                     generator=public_generator(self.seed, "order", step),
                     engine=engine,
                 )
-            curator.checkpoint(step + 1, {"images": images, "velocity": velocity, "theta": theta})
-        pixels = (images * self._std + self._mean).clamp(0, 1)
+            state = {"images": images, "velocity": velocity, "average": average, "theta": theta}
+            curator.checkpoint(step + 1, state)
+        chosen = average if averaged_from < config.steps else images
+        mean, std = (per_channel(value, chosen) for value in (self.facts.mean, self.facts.std))
+        pixels = (chosen * std + mean).clamp(0, 1)
         return SyntheticSet(pixels.cpu(), labels.cpu(), self.facts.class_names)
 
-    def _move_to(self, device: torch.device) -> None:
-        self._mean, self._std = self._mean.to(device), self._std.to(device)
-        if device.type == "cuda":  # where bfloat16 halves the traffic, which is all the time
-            self.network = replace(self.network, maps=torch.bfloat16)
+    def _start(self, curator: Curator, count: int) -> tuple[int, Tensor, Tensor, Tensor, Params]:
+        """Return steps done, images, their velocity and average, and the network."""
+        done, saved = curator.restore()
+        if done:
+            tensors = (cast(Tensor, saved[name]) for name in ("images", "velocity", "average"))
+            return done, *tensors, cast(Params, saved["theta"])  # type: ignore[return-value]
+        generator = public_generator(self.seed, "images")
+        images = torch.randn((count, *self.facts.shape), generator=generator)
+        images = images.to(curator.engine.device)
+        return 0, images, torch.zeros_like(images), torch.zeros_like(images), {}
 
-    def _draw_network(self, number: int) -> Params:
+    def _network_for(self, device: torch.device) -> ConvNet:
+        """On a GPU keep maps in bfloat16: their traffic is most of the time."""
+        return replace(self.network, maps=torch.bfloat16) if device.type == "cuda" else self.network
+
+    def _draw(self, number: int, device: torch.device) -> Params:
         drawn = self.network.init(public_generator(self.seed, "network", number))
-        return moved(drawn, self._mean.device)
+        return moved(drawn, device)
 
-    def _loss(self, theta: Params, image: Tensor, label: Tensor) -> Tensor:
-        """Return the classification loss of one private record; runs behind the door."""
-        normalised = (image - self._mean) / self._std
-        return F.cross_entropy(self.network(theta, normalised[None]), label[None])
-
-    def _image_step(
-        self, images: Tensor, velocity: Tensor, labels: Tensor, theta: Params, g_real: Params
-    ) -> tuple[Tensor, Tensor]:
-        """Move the images so that the gradient they give gets nearer to the noisy one."""
-        pixels = images.detach().requires_grad_()
-        weights = {name: weight.detach().requires_grad_() for name, weight in theta.items()}
-        loss = mean_loss(self.network, weights, pixels, labels)
-        g_synthetic = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-        distance = matching_distance(g_real, dict(zip(weights, g_synthetic, strict=True)))
-        (slope,) = torch.autograd.grad(distance, pixels)
-
-        velocity = self.config.image_momentum * velocity + slope
-        images = images - self.config.image_lr * velocity
-        if self.config.project:
-            black, white = -self._mean / self._std, (1 - self._mean) / self._std
-            images = torch.minimum(torch.maximum(images, black), white)
-        return images, velocity
+    def _image_step(self, network: ConvNet, noise_multiplier: float) -> ImageStep:
+        config = self.config
+        noise_std = noise_multiplier * config.clip_norm / config.batch if config.shrink else 0.0
+        pixel_range = None
+        if config.project:
+            normalise = zip(self.facts.mean, self.facts.std, strict=True)
+            ends = [(-mean / std, (1 - mean) / std) for mean, std in normalise]
+            pixel_range = tuple(e[0] for e in ends), tuple(e[1] for e in ends)
+        return ImageStep(network, config.image_momentum, noise_std, pixel_range)

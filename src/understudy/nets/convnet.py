@@ -130,9 +130,9 @@ def _conv_relu_pool(patches: Tensor, weight: Tensor) -> Tensor:
     """Multiply patches by each image's own filters, apply ReLU, average over 2x2 squares."""
     if patches.is_cuda:
         return fused.masked_pool(patches, weight, patches, weight)  # type: ignore[no-any-return]
-    maps = F.relu(torch.matmul(patches, weight.to(patches.dtype).transpose(1, 2)))
-    quarters = maps.view(len(maps), 4, -1, maps.shape[-1])
-    return quarters.to(weight.dtype).mean(1).to(patches.dtype)
+    quarter = (weight / 4).to(patches.dtype)  # ReLU lets the factor through; here it is small
+    by_quarter = patches.view(len(patches), 4, -1, patches.shape[-1])
+    return F.relu(torch.matmul(by_quarter, quarter.transpose(1, 2)[:, None])).sum(1)
 
 
 def _norm_relu_pool(maps: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -144,8 +144,8 @@ def _norm_relu_pool(maps: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     wide = maps.to(scale.dtype)
     wide = wide - wide.mean((1, 2), keepdim=True)
     variance = wide.square().mean((1, 2), keepdim=True)
-    wide = F.relu(wide * (scale * torch.rsqrt(variance + NORM_EPS)) + shift)
-    pooled = wide.reshape(count, height // 2, 2, width // 2, 2, filters).mean((2, 4))
+    wide = F.relu(wide * (scale / 4 * torch.rsqrt(variance + NORM_EPS)) + shift / 4)
+    pooled = wide.reshape(count, height // 2, 2, width // 2, 2, filters).sum((2, 4))
     return pooled.to(maps.dtype)
 
 

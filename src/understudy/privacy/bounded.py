@@ -15,10 +15,10 @@ from understudy.privacy.sampling import Access
 
 GRID_BITS = 20
 """Answers are rounded to a grid of the noise's standard deviation / 2**20, or up to half that."""
-CLIP_MARGIN = 1e-6
-"""Contributions are scaled to just below the bound: float32 rounding must not carry them over."""
+CLIP_MARGIN = 1e-9
+"""Contributions are scaled to just below the bound: rounding must not carry them over."""
 
-LARGEST_RATIO = 1e30
+LARGEST_RATIO = 1e100
 """Rows longer than this many bounds count as not finite."""
 
 
@@ -101,37 +101,36 @@ def snapped(values: Tensor, noise_std: float) -> Tensor:
 
 
 def clipped_sum(rows: Rows, bound: float, counts: Tensor | None = None) -> Tensor:
-    """Scale each row to an L2 norm of at most `bound` and sum them in float64, flat.
+    """Scale each row to an L2 norm of at most `bound` and sum them, flat.
 
-    Norms and the sum are float64: summing hundreds of float32 rows in float32 would let one unit
-    change the rounding of all others. Rows may be bfloat16: the norm is that of the rounded row,
-    and a float32 holds both it and its scale. A row so large that float32 cannot hold its scale
-    counts as not finite.
+    All in float64: summing hundreds of float32 rows in float32 would let one unit change the
+    rounding of all others. Rows may be narrower: what is bounded is the row as it was rounded.
 
     Args:
-        rows: blocks (n, ...), float32 or bfloat16.
+        rows: blocks (n, ...), of any floating type.
         bound: the bound.
         counts: which rows count (n,); all by default.
     """
     limit = bound * (1 - CLIP_MARGIN)
     orders = [_memory_order(block) for block in rows]
     blocks = [
-        block.permute(order).reshape(len(block), -1)
+        block.permute(order).reshape(len(block), -1).double()
         for block, order in zip(rows, orders, strict=True)
     ]
-    parts = [torch.linalg.vector_norm(block, dim=1, dtype=torch.float64) for block in blocks]
-    norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    norms = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(block, dim=1) for block in blocks]), dim=0
+    )
     is_kept = norms < LARGEST_RATIO * limit  # false for NaN and infinity too
     if counts is not None:
         is_kept = is_kept & counts
-    scale = torch.where(is_kept, limit / norms.clamp(min=limit), 0).float()
+    scale = torch.where(is_kept, limit / norms.clamp(min=limit), 0)
+    if counts is not None or not bool(is_kept.all()):  # nothing times zero is zero, if finite
+        blocks = [torch.where(is_kept[:, None], block, 0) for block in blocks]
     sums = []
     for row, block, order in zip(rows, blocks, orders, strict=True):
-        bounded = torch.where(is_kept[:, None], block.float() * scale[:, None], 0)
-        total = bounded.sum(dim=0, dtype=torch.float64)
         sides = [row.shape[dim] for dim in order[1:]]
         back = [order.index(dim) - 1 for dim in range(1, row.ndim)]
-        sums.append(total.view(sides).permute(back).flatten())
+        sums.append((scale[None] @ block).view(sides).permute(back).flatten())
     return torch.cat(sums)
 
 

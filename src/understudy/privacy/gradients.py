@@ -28,11 +28,10 @@ class GradientRows:
 
     Args:
         loss: the loss of one record.
-        by_layer: whether to go layer by layer where possible; by default on a GPU. A CPU does as
-            well, and with less memory, when `vmap` does it all.
+        by_layer: whether to go layer by layer where possible; False to let `vmap` do it all.
     """
 
-    def __init__(self, loss: Loss, *, by_layer: bool | None = None) -> None:
+    def __init__(self, loss: Loss, *, by_layer: bool = True) -> None:
         self.loss, self.by_layer = loss, by_layer
         self._found: Found | None = None
 
@@ -43,15 +42,14 @@ class GradientRows:
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[Loss, bool | None]:
+    def _key(self) -> tuple[Loss, bool]:
         return self.loss, self.by_layer
 
     def __call__(self, params: Params, images: Tensor, labels: Tensor) -> Rows:
         """Return a block (n, *shape) for each parameter, in `params`' order."""
         if self._found is None:
-            wanted = images.is_cuda if self.by_layer is None else self.by_layer
             self._found = (
-                find_layers(self.loss, params, images[0], labels[0]) if wanted else ([], [])
+                find_layers(self.loss, params, images[0], labels[0]) if self.by_layer else ([], [])
             )
         layers, copied = self._found
         if not layers:

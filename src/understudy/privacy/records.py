@@ -15,7 +15,7 @@ from understudy.nets.params import Params
 from understudy.privacy.sealed import Sealed
 from understudy.training.engine import Engine
 
-ROW_BYTES = 16 * 2**20
+ROW_BYTES = 10 * 2**20
 """Memory that the rows of one chunk may take, whatever the batch."""
 MOST_RECORDS = 256
 """Records that a function sees at once."""

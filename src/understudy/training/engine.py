@@ -189,7 +189,7 @@ def _product(left: Tensor, right: Tensor) -> Any:
     with what comes before and after.
     """
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    is_vector = min(m, n) == 1 and left.dtype == torch.float32
+    is_vector = min(m, n) == 1 and left.dtype in (torch.float32, torch.float64)
     is_long = left.ndim == 2 and m * n <= 1024 and k >= 512 and left.dtype == torch.float32
     if not (k == 1 or is_vector or is_long):
         return NotImplemented
