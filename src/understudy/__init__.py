@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         load_result,
         register,
         synthesize,
+        synthesize_all,
         verify,
     )
 
@@ -39,6 +40,7 @@ _HOMES = {
     "load_result": "understudy.pipeline",
     "register": "understudy.pipeline",
     "synthesize": "understudy.pipeline",
+    "synthesize_all": "understudy.pipeline",
     "verify": "understudy.pipeline",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "load_result",
     "register",
     "synthesize",
+    "synthesize_all",
     "verify",
 ]
 

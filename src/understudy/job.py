@@ -103,11 +103,12 @@ class Job:
     resume: bool
     group: Group = ALONE
 
-    def run(self, progress: Progress) -> Result:
-        """Do it, whole or resumable."""
+    def run(self, progress: Progress, stop: StopRequest | None = None) -> Result:
+        """Do it, whole or resumable; signals ask it to stop, or whoever holds `stop`."""
         asked = self.asked
         configured, method, plan = planned(asked, self.vault.facts)
-        with self.directory.locked(), _stop_signals() as should_stop:
+        listening = contextlib.nullcontext(stop) if stop else stop_signals()
+        with self.directory.locked(), listening as should_stop:
             run_id = secrets.token_hex(8)
             try:
                 run_id = self._begin(configured, run_id)
@@ -213,7 +214,7 @@ def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group
         return Result(SyntheticSet.load(directory / "release" / SET_FILE), certificate, directory)
     briefing = Briefing.from_bytes(first)
     _, method, plan = planned(asked, briefing.facts)
-    with _stop_signals():  # whether to stop is up to the leader
+    with stop_signals():  # whether to stop is up to the leader
         curator = follow(briefing, data, plan, engine=engine, group=group)
         synthetic = method.run(curator, Progress())
         return Result(synthetic, *_told(group.bytes_from_leader(b"")))
@@ -234,24 +235,26 @@ def _describe(curator: Curator, configured: Configured) -> str:
     )
 
 
-class _StopRequest:
+class StopRequest:
     """Whether a signal asked to stop. A second one stops at once, without a commit."""
 
     signal = 0
 
     def handle(self, number: int, _: Any) -> None:
+        """Take a signal."""
         if self.signal:
             raise KeyboardInterrupt
         self.signal = number
 
     def __call__(self) -> bool:
+        """Say whether to stop."""
         return bool(self.signal)
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[_StopRequest]:
+def stop_signals() -> Iterator[StopRequest]:
     """Turn the first SIGINT or SIGTERM into a request to stop at the next committed block."""
-    stop = _StopRequest()
+    stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

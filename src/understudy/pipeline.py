@@ -6,7 +6,9 @@ The command line calls these.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,19 @@ from understudy.data.fetch import fetch as fetch_known
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
 from understudy.data.sources import read_source
-from understudy.errors import InvalidData, OutputExists
+from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
 from understudy.evaluation.downstream import DownstreamAccuracy, Protocol, downstream_accuracy
 from understudy.exports import Format, export_release
-from understudy.job import Job, Request, Result, assist, planned, tell_others
+from understudy.job import (
+    Job,
+    Request,
+    Result,
+    StopRequest,
+    assist,
+    planned,
+    stop_signals,
+    tell_others,
+)
 from understudy.methods import load_method
 from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
@@ -137,15 +148,84 @@ def synthesize(
                 ledger=book,
                 directory=directory,
                 asked=asked,
-                origin={
-                    "source": records.source,
-                    "reading": asdict(records.reading),
-                    "skipped": records.skipped,
-                },
+                origin=_origin(records),
                 resume=resume,
                 group=group,
             )
             return job.run(report)
+
+
+def synthesize_all(
+    data: Data,
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    out: Sequence[str | Path],
+    ledger: str | Path | None = None,
+    resume: bool = False,
+    terms: RegistrationTerms | None = None,
+    device: str = "auto",
+    compile: bool = True,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Make several sets from one data set side by side: seeds, epsilons, numbers of images.
+
+    The records are held once, equal steps are compiled once, and what one run leaves idle of a GPU
+    another uses. Each run has its own batches and noise, plan, ledger entry and certificate.
+
+    Args:
+        data: name of a built-in set, path, or `LabelledImages`.
+        requests: for each run, fields of `Request`.
+        out: for each run, its directory.
+        ledger: path of the ledger; by default the user's.
+        resume: go on with runs that are unfinished, and leave finished ones as they are.
+        terms: how to register a data set that the ledger does not know yet.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
+        compile: whether to compile and capture steps on a GPU.
+        progress: where to report; the first run's bar stands for all.
+    """
+    asked, places = [Request(**request) for request in requests], [Path(place) for place in out]
+    if len(asked) != len(places) or len(set(places)) != len(places) or not asked:
+        raise InvalidSettings(
+            f"{len(asked)} runs were asked for with {len(set(places))} directories; expected one "
+            "directory for each"
+        )
+    report = progress or Progress()
+    engine = Engine(choose_device(device), compile=compile, say=report.say)
+    records = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
+
+    def run(number: int, vault: Vault, path: Path, stop: StopRequest) -> Result:
+        one, own = asked[number], engine.beside()
+        goes_on = resume and (partial(places[number]).exists() or places[number].exists())
+        directory = RunDirectory(_choose_directory(places[number], "", one, resume=goes_on))
+        if goes_on and directory.is_finished:
+            return load_result(directory.path)
+        try:
+            with _opened(path) as book, own.on_own_stream():
+                job = Job(
+                    vault=vault.beside(own), ledger=book, directory=directory, asked=one,
+                    origin=_origin(records), resume=goes_on,
+                )  # fmt: skip
+                return job.run(report if number == 0 else Progress(), stop)
+        except BaseException:
+            stop.signal = stop.signal or signal.SIGTERM  # the others stop at a committed block
+            raise
+
+    with _opened(ledger) as book, stop_signals() as stop, ThreadPoolExecutor(len(asked)) as pool:
+        for one in asked:
+            registered = _registered(book, records, terms or RegistrationTerms(), one, report)
+        vault = Vault(records, registered, book, engine=engine)
+        runs = [pool.submit(run, number, vault, book.path, stop) for number in range(len(asked))]
+        while wait(runs, timeout=0.5).not_done:  # wake up for signals
+            pass
+        errors = [error for one in runs if (error := one.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, Interrupted)):
+            raise error
+        return [one.result() for one in runs]
+
+
+def _origin(records: LabelledImages) -> dict[str, Any]:
+    reading = asdict(records.reading)
+    return {"source": records.source, "reading": reading, "skipped": records.skipped}
 
 
 def _registered(

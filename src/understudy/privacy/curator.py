@@ -68,6 +68,7 @@ class Curator(Sealed):
         group: Group,
     ) -> None:
         self.facts, self.plan, self.calibration, self.engine = facts, plan, calibration, engine
+        randomness.take()
         self._records, self._randomness = records, randomness
         self._blocks, self._pace, self._group = blocks, pace, group
         self._answered: Counter[str] = Counter()

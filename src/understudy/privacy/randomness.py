@@ -26,6 +26,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
+from understudy.errors import PlanViolation
 from understudy.privacy.plan import Plan
 from understudy.privacy.sealed import Sealed
 
@@ -41,6 +42,9 @@ class Randomness(Protocol):
     def is_secret(self) -> bool:
         """Whether a guarantee may rest on it."""
 
+    def take(self) -> None:
+        """Give these draws to one run."""
+
     def choose(self, count: int, rate: float) -> Tensor:
         """Choose each of 0 ... count - 1 independently with probability `rate`; sorted, int64."""
 
@@ -51,18 +55,27 @@ class Randomness(Protocol):
 class SecretRandomness(Sealed):
     """Draw from generators keyed by the operating system; a new object has new keys."""
 
-    __slots__ = ("_device", "_noise", "_noise_on_device", "_sampling")
+    __slots__ = ("_device", "_is_taken", "_noise", "_noise_on_device", "_sampling")
 
     is_secret = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_taken = device, False
         self._sampling = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
         self._noise = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
         self._noise_on_device = [
             torch.Generator(device).manual_seed(secrets.randbits(64) - 2**63)
             for _ in range(DEVICE_DRAWS if device.type == "cuda" else 0)
         ]
+
+    def take(self) -> None:
+        """Give these draws to one run; a second run would share batches and noise with it."""
+        if self._is_taken:
+            raise PlanViolation(
+                "two runs were to draw batches and noise from the same generators, which would "
+                "tie their answers together; let each have its own"
+            )
+        self._is_taken = True
 
     def choose(self, count: int, rate: float) -> Tensor:
         """Choose each of `count` with probability `rate`, by the gaps between those chosen.
@@ -100,6 +113,9 @@ class InjectedRandomness:
     def __init__(self, uniform: Callable[[int], Tensor], normal: Callable[[int], Tensor]) -> None:
         self._uniform = uniform
         self.normal = normal
+
+    def take(self) -> None:
+        """Let tests give the same draws to several runs."""
 
     def choose(self, count: int, rate: float) -> Tensor:
         """Choose whatever has a uniform draw below `rate`."""

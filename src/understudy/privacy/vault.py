@@ -72,6 +72,14 @@ class Vault(Sealed):
         """What was declared public."""
         return self.registration.facts
 
+    def beside(self, engine: Engine) -> Vault:
+        """Return a vault of the same records that computes with `engine`, on the same device."""
+        other = object.__new__(Vault)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other._engine = engine
+        return other
+
     def open(
         self,
         plan: Plan,

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -63,6 +64,26 @@ class Engine:
     compile: bool = True
     say: Say = print
     _programs: dict[Hashable, Step] = field(default_factory=dict, repr=False)
+    _compiled: dict[Hashable, Step] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def beside(self) -> Engine:
+        """Return an engine for another thread: its own buffers and graphs, the same compilations.
+
+        What two such engines run, each on a stream of its own, a GPU does at the same time.
+        """
+        return replace(self, _programs={})
+
+    @contextlib.contextmanager
+    def on_own_stream(self) -> Iterator[None]:
+        """Run what this thread does on a stream of its own."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
 
     @property
     def is_static(self) -> bool:
@@ -84,7 +105,8 @@ class Engine:
         places = tuple(tensor.data_ptr() for tensor in resident)
         key = (step, times, places, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._programs:
-            self._programs[key] = self._program(step, times, resident, args)
+            with self._lock:  # one thread traces, compiles or captures at a time
+                self._programs[key] = self._program(step, times, resident, args)
         return self._programs[key](*args)
 
     def _program(
@@ -100,9 +122,12 @@ class Engine:
                 "function at every call?"
             )
             return plainly
+        key = (step, *((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((resident, args))))
         try:
-            with _fast_arithmetic():
-                compiled = _compiled(step, resident, args)
+            if key not in self._compiled:
+                with _fast_arithmetic():
+                    self._compiled[key] = _compiled(step, resident, args)
+            compiled = self._compiled[key]
         except Exception as error:
             self.say(f"{name} cannot be compiled ({_first_line(error)}); it runs as it is, slowly")
             return plainly
@@ -223,7 +248,7 @@ class _Captured:
                 function(*buffers)
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._results = function(*buffers)
 
     def __call__(self, *args: Any) -> Any:
