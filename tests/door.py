@@ -43,7 +43,8 @@ def some_images(
 
 def records_of(data: LabelledImages, *, max_per_unit: int | None = None) -> Records:
     units = np.arange(int(data.units.max()) + 1)
-    return Records.from_units(data, units, max_per_unit=max_per_unit, device=CPU)
+    one_each = data.unit == "record"
+    return Records.from_units(data, units, max_per_unit=max_per_unit, device=CPU, one_each=one_each)
 
 
 def chosen(*units: int, of: int) -> Tensor:

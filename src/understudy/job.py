@@ -204,25 +204,26 @@ def tell_others(group: Group, result: Result) -> None:
     """Tell the other processes how the run came out."""
     told = {"directory": str(result.directory), "certificate": result.certificate.content}
     group.bytes_from_leader(canonical_json(told))
+    group.bytes_from_leader(result.synthetic.to_bytes())
 
 
 def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group) -> Result:
     """Take part in a run that another process leads, with this process's share of the units."""
     first = group.bytes_from_leader(b"")
     if not Briefing.is_one(first):  # the run was finished already
-        certificate, directory = _told(first)
-        return Result(SyntheticSet.load(directory / "release" / SET_FILE), certificate, directory)
+        return _told(first, group)
     briefing = Briefing.from_bytes(first)
     _, method, plan = planned(asked, briefing.facts)
     with stop_signals():  # whether to stop is up to the leader
-        curator = follow(briefing, data, plan, engine=engine, group=group)
-        synthetic = method.run(curator, Progress())
-        return Result(synthetic, *_told(group.bytes_from_leader(b"")))
+        method.run(follow(briefing, data, plan, engine=engine, group=group), Progress())
+        # Rounding may have led this process elsewhere: the result is the leader's.
+        return _told(group.bytes_from_leader(b""), group)
 
 
-def _told(message: bytes) -> tuple[Certificate, Path]:
+def _told(message: bytes, group: Group) -> Result:
     told = json.loads(message)
-    return Certificate(told["certificate"]), Path(told["directory"])
+    synthetic = SyntheticSet.from_bytes(group.bytes_from_leader(b""))
+    return Result(synthetic, Certificate(told["certificate"]), Path(told["directory"]))
 
 
 def _describe(curator: Curator, configured: Configured) -> str:

@@ -189,21 +189,24 @@ def synthesize_all(
             f"{len(asked)} runs were asked for with {len(set(places))} directories; expected one "
             "directory for each"
         )
+    goes_on = [resume and (partial(place).exists() or place.exists()) for place in places]
+    directories = [
+        RunDirectory(_choose_directory(place, "", one, resume=again))
+        for place, one, again in zip(places, asked, goes_on, strict=True)
+    ]
     report = progress or Progress()
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     records = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
 
     def run(number: int, vault: Vault, path: Path, stop: StopRequest) -> Result:
-        one, own = asked[number], engine.beside()
-        goes_on = resume and (partial(places[number]).exists() or places[number].exists())
-        directory = RunDirectory(_choose_directory(places[number], "", one, resume=goes_on))
-        if goes_on and directory.is_finished:
+        one, own, directory = asked[number], engine.beside(), directories[number]
+        if goes_on[number] and directory.is_finished:
             return load_result(directory.path)
         try:
             with _opened(path) as book, own.on_own_stream():
                 job = Job(
                     vault=vault.beside(own), ledger=book, directory=directory, asked=one,
-                    origin=_origin(records), resume=goes_on,
+                    origin=_origin(records), resume=goes_on[number],
                 )  # fmt: skip
                 return job.run(report if number == 0 else Progress(), stop)
         except BaseException:

@@ -55,13 +55,20 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
         )
 
     @classmethod
-    def load(cls, path: Path) -> SyntheticSet:
+    def from_bytes(cls, content: bytes) -> SyntheticSet:
         """Read what `to_bytes` wrote."""
+        tensors = load_tensors(content)
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])["__metadata__"]
+        return cls(
+            tensors["images"], tensors["labels"], tuple(map(str, json.loads(header["class_names"])))
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> SyntheticSet:
+        """Read a file of what `to_bytes` wrote."""
         try:
-            tensors = load_tensors(path.read_bytes())
-            with safetensors.safe_open(path, framework="pt") as file:
-                names = tuple(map(str, json.loads((file.metadata() or {})["class_names"])))
-            return cls(tensors["images"], tensors["labels"], names)
+            return cls.from_bytes(path.read_bytes())
         except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
             raise InvalidData(
                 f"{path} cannot be read as a synthetic set ({error}); expected a file written by "

@@ -11,7 +11,7 @@ import torch
 
 import understudy
 from door import a_vault, open_curator
-from understudy.errors import Interrupted, InvalidSettings, PlanViolation
+from understudy.errors import Interrupted, InvalidSettings, OutputExists, PlanViolation
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.randomness import SecretRandomness
 from understudy.training.engine import Engine
@@ -69,6 +69,15 @@ def test_sharing_batches_or_noise_is_refused(ledger, tmp_path):
         open_curator(ledger, tmp_path / "two", vault=vault, randomness=shared)
 
 
+def test_a_directory_that_is_taken_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "b").mkdir()
+    with pytest.raises(OutputExists):
+        understudy.synthesize_all(
+            "digits", [{}, {}], out=[tmp_path / "a", tmp_path / "b"], ledger=tmp_path / "ledger"
+        )
+    assert not (tmp_path / "ledger").exists()
+
+
 def test_one_directory_for_each(tmp_path):
     with pytest.raises(InvalidSettings, match="expected one directory for each"):
         understudy.synthesize_all("digits", [{}, {}], out=[tmp_path / "a", tmp_path / "a"])
@@ -97,11 +106,14 @@ def test_a_run_that_fails_stops_the_others_at_a_committed_block(tmp_path, monkey
     assert fail.is_set()
     assert time.monotonic() - started < 60
     book = Ledger(tmp_path / "ledger")
-    assert [run["state"] for run in book.charged_runs(1)] == ["reserved", "reserved"]
+    runs = book.charged_runs(1)
+    assert [run["state"] for run in runs] == ["reserved", "reserved"]
+    other = [b for run in runs for b in book.blocks(run["id"]) if b.state == "done"]
+    assert sum(sum(block.releases.values()) for block in other) > 0  # of the run that was well
     book.close()
 
 
-def test_a_signal_stops_them_all(tmp_path, monkeypatch):
+def test_a_signal_stops_them_all_at_a_committed_block(tmp_path):
     endless = SMALL | {"rounds": 50_000}
     asked = [{"accountant": "renyi", "seed": seed, "settings": endless} for seed in (0, 1)]
     timer = threading.Timer(8, signal.raise_signal, (signal.SIGINT,))
@@ -111,6 +123,12 @@ def test_a_signal_stops_them_all(tmp_path, monkeypatch):
             "digits", asked, out=[tmp_path / "a", tmp_path / "b"], ledger=tmp_path / "ledger"
         )
     timer.cancel()
+    book = Ledger(tmp_path / "ledger")
+    blocks = [book.blocks(run["id"]) for run in book.charged_runs(1)]
+    assert len(blocks) == 2
+    assert all(block.state == "done" for some in blocks for block in some)
+    assert all(some for some in blocks)
+    book.close()
 
 
 def test_engines_side_by_side_share_what_is_compiled_and_nothing_else():

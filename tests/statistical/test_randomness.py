@@ -103,6 +103,26 @@ def test_units_are_sampled_independently_at_the_stated_rate(rate):
     assert per_unit.max() <= stats.binom.ppf(1 - ALPHA / 2000, 200, rate)
 
 
+@pytest.mark.parametrize(("count", "rate"), [(0, 0.5), (1, 0.5), (3, 1e-300), (50, 1 - 1e-16)])
+def test_extreme_counts_and_rates(count, rate):
+    draws = SecretRandomness(CPU)
+    for _ in range(20):
+        found = draws.choose(count, rate).tolist()
+        assert found == sorted(set(found))
+        assert all(0 <= unit < count for unit in found)
+        if rate < 1e-100:
+            assert found == []
+        if rate > 0.99:
+            assert found == list(range(count))
+
+
+def test_a_gap_of_nothing_takes_no_unit_twice():
+    """numpy's geometric draw is 0 where its exponential is: about once in 10^16 draws."""
+    draws = SecretRandomness(CPU)
+    draws._sampling = type("Zeros", (), {"geometric": lambda _, rate, n: np.zeros(n, np.int64)})()
+    assert draws.choose(40, 0.01).tolist() == list(range(40))
+
+
 def test_rate_one_takes_every_unit():
     assert torch.equal(access(1.0).sample_units(), torch.arange(2000))
 

@@ -43,20 +43,20 @@ def loss(params, image, label):
     return F.cross_entropy(NETWORK(params, image[None]), label[None])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, epsilon: float, others: float) -> None:
     data = some_images(41)
     with joined(torch.device("cpu")) as group:
         mine = [unit // group.size for unit in SELECTED if unit % group.size == group.rank]
         randomness = InjectedRandomness(
             uniform=lambda count: chosen(*mine, of=count),
-            normal=lambda count: torch.zeros(count, dtype=torch.float64),
+            normal=lambda count: torch.full((count,), group.rank + 1.0, dtype=torch.float64),
         )
         if group.leads:
             ledger = Ledger(folder / "ledger")
             vault = Vault(data, register(ledger, data, RegistrationTerms()), ledger, group=group)
             curator = vault.open(
                 PLAN,
-                Budget(epsilon=float("inf"), delta=1e-5),
+                Budget(epsilon=epsilon, delta=1e-5, accountant="renyi"),
                 ledger,
                 workspace=folder / "w",
                 run_id="r",
@@ -72,14 +72,16 @@ def main(folder: Path) -> None:
         params = NETWORK.init(torch.Generator().manual_seed(group.rank))
         features = FeatureMap(lambda image: image.flatten() / 8, dimension=64, bound=1.0)
         found = {"class_sums": curator.class_sums(features)}
-        found |= curator.gradient(loss, params, clip_norm=0.1)
+        clip_norm = 0.1 if group.leads else others
+        found |= curator.gradient(loss, params, clip_norm=clip_norm)
         curator.checkpoint(1, {})
         found["again"] = torch.cat(
             [part.flatten() for part in curator.gradient(loss, params, clip_norm=5.0).values()]
         )
         curator.checkpoint(2, {})
+        found["noise_multiplier"] = torch.tensor(curator.calibration.noise_multiplier)
         torch.save(found, folder / f"rank{group.rank}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), float((*sys.argv, "0.1")[3]))

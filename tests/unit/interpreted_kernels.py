@@ -8,6 +8,7 @@ from understudy.nets import fused, kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = fused.NORM_EPS
+COMPARED: set[str] = set()
 
 
 def compare(name, *args) -> None:
@@ -21,6 +22,7 @@ def compare(name, *args) -> None:
         tolerance = 1e-5 if DEVICE == "cpu" and a.dtype == torch.float32 else 2e-2
         error = (a.float() - b.float()).norm() / b.float().norm()
         assert error < tolerance, (name, [tuple(x.shape) for x in args[:1]], error)
+    COMPARED.add(name)
 
 
 def drawn(*shape, dtype=torch.float32):
@@ -29,7 +31,6 @@ def drawn(*shape, dtype=torch.float32):
 
 def main() -> None:
     torch.manual_seed(0)
-    done = set()
     for dtype in (torch.float32, torch.bfloat16):
         for n, h, w, c in ((2, 4, 6, 3), (3, 16, 16, 40), (1, 8, 8, 64)):
             x, v = drawn(n, h, w, c, dtype=dtype) + 0.5, drawn(n, h, w, c, dtype=dtype)
@@ -46,8 +47,8 @@ def main() -> None:
             compare("masked_pool", p, a, q, b)
             compare("masked_filter_slope", p, a, q, g)
             compare("masked_patch_slope", p, a, b, g)
-        done |= {name for name in dir(fused) if name.startswith(("norm_", "masked_"))}
-    for name in sorted(done):
+    assert {name for name in dir(fused) if name.startswith(("norm_", "masked_"))} == COMPARED
+    for name in sorted(COMPARED):
         print(name, "equal")
 
 

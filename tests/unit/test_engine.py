@@ -94,6 +94,23 @@ def test_resident_tensors_are_used_where_they_are(static):
     assert static.run(look_up, places, resident=(table,)).tolist() == [100, 2]
 
 
+def test_the_order_of_names_and_the_shape_of_residents_make_another_program(static):
+    def difference(pair):
+        first, second = pair.values()
+        return first - second
+
+    one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    assert static.run(difference, {"a": two, "b": one}).item() == 1
+    assert static.run(difference, {"b": one, "a": two}).item() == -1
+    table, add = torch.arange(6.0), torch.ones(1)
+    whole = static.run(sum_with, add, resident=(table,))
+    assert (whole.item(), static.run(sum_with, add, resident=(table[:3],)).item()) == (16, 4)
+
+
+def sum_with(table, more):
+    return table.sum() + more
+
+
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(static):
     def needs_a_number(x):
         return x * 2 if float(x.sum()) > 0 else x

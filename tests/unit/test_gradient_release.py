@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from door import access_to, linear_loss, linear_params, some_images, without
 from static import static_engine
-from understudy.errors import PlanViolation
+from understudy.errors import InvalidData, PlanViolation
 from understudy.nets.convnet import ConvNet
 from understudy.privacy import records
 from understudy.privacy.bounded import clipped_sum, noisy_bounded_sum
@@ -315,6 +315,27 @@ def test_static_batches_are_two_standard_deviations_above_the_expected_one():
     access = access_to(some_images(4000), sampling_rate=0.064)
     assert access.expected_batch == pytest.approx(256)
     assert access.static_batch == 288  # 256 + 2 * 15.5, rounded up to a multiple of 32
+
+
+def test_rows_of_another_length_than_declared_are_refused():
+    """Broadcast over all coordinates, a bounded row of one would no longer be bounded."""
+    for wrong in (1, 7):
+        with pytest.raises(PlanViolation, match=f"have {wrong} coordinates, expected 400"):
+            noisy_bounded_sum(
+                access_to(some_images(12)),
+                lambda _, images, __, wrong=wrong: [torch.ones(len(images), wrong)],
+                dimension=400,
+                bound=1.0,
+            )
+
+
+def test_which_kernels_run_does_not_depend_on_a_unit():
+    """A set of groups takes the general path even where, by chance, each group has one record."""
+    groups = some_images(12, units=list(range(12)))
+    assert not access_to(groups).records.one_each
+    assert access_to(some_images(12)).records.one_each
+    with pytest.raises(InvalidData, match="a unit has several records"):
+        access_to(some_images(12, units=UNITS_OF_SEVERAL, unit="record"))
 
 
 def test_rounded_rows_are_bounded_as_they_are():

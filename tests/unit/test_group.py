@@ -25,29 +25,61 @@ from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 SCRIPT = Path(__file__).parent / "group_process.py"
 
 
-def run_processes(folder: Path, size: int) -> list[dict[str, torch.Tensor]]:
+def start(folder: Path, size: int, *arguments: str) -> list[subprocess.Popen[str]]:
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    processes = [
+    return [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder)],
+            [sys.executable, str(SCRIPT), str(folder), *arguments],
             env={**os.environ, **where, "RANK": str(rank), "WORLD_SIZE": str(size)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0] * size
+
+
+def run_processes(folder: Path, size: int, epsilon: str) -> list[dict[str, torch.Tensor]]:
+    for process in start(folder, size, epsilon):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 
 def test_two_processes_release_the_same_sums_as_one(tmp_path):
-    (alone,) = run_processes(tmp_path / "one", 1)
-    for found in run_processes(tmp_path / "two", 2):
+    (alone,) = run_processes(tmp_path / "one", 1, "inf")
+    for found in run_processes(tmp_path / "two", 2, "inf"):
         for name, expected in alone.items():
-            assert expected.abs().max() > 0
             assert torch.allclose(found[name], expected, atol=1e-6, rtol=0), name
+    assert all(value.abs().max() > 0 for name, value in alone.items() if name != "noise_multiplier")
+
+
+def test_noise_is_the_leaders_and_added_once(tmp_path):
+    (bare,) = run_processes(tmp_path / "bare", 1, "inf")
+    for found in run_processes(tmp_path / "two", 2, "5"):
+        multiplier = found["noise_multiplier"].item()
+        assert multiplier > 0.5
+        expected_batch = 0.5 * 41
+        for name in ("conv0.weight", "linear.bias"):  # clipped to 0.1
+            noise = (found[name] - bare[name]) * expected_batch
+            assert torch.allclose(noise, torch.tensor(0.1 * multiplier), rtol=1e-3), name
+        noise = (found["again"] - bare["again"]) * expected_batch  # clipped to 5
+        assert torch.allclose(noise, torch.tensor(5 * multiplier), rtol=1e-3)
+        noise = found["class_sums"] - bare["class_sums"]
+        assert torch.allclose(noise, torch.tensor(1.0 * multiplier), rtol=1e-3)
+
+
+def test_a_process_with_another_bound_is_refused(tmp_path):
+    """The noise is scaled to the leader's bound: a follower's own would break the guarantee."""
+    processes = start(tmp_path / "two", 2, "5", "1000")
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    assert "bounds contributions by 1000, the leading one by 0.1" in errors[1]
+    assert "another process of this run has ended" in errors[0]
+    assert not list((tmp_path / "two").glob("*.pt"))
 
 
 def a_briefing(**changed) -> Briefing:

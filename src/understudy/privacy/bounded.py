@@ -58,19 +58,29 @@ def noisy_bounded_sum(
             f"a contribution bound of {bound:g} was given, expected a positive finite number"
         )
     records, engine = access.records, access.engine
+    access.group.agree_on(bound)
     units = access.sample_units()
     total = torch.zeros(dimension, dtype=torch.float64, device=records.device)
-    if many_times and engine.is_static and records.are_units:
+    if many_times and engine.is_static and records.one_each:
         step = _BoundedSum(contribution, bound)
         for places in records.padded_places(units, access.static_batch):
-            total += records.sum_in_place(engine, step, inputs or {}, *places)
+            total += _whole(records.sum_in_place(engine, step, inputs or {}, *places), dimension)
     else:
         for rows in records.unit_rows(units, contribution, inputs or {}, dimension=dimension):
-            total += clipped_sum(rows, bound)
+            total += _whole(clipped_sum(rows, bound), dimension)
     noise_std = access.noise_multiplier * bound
-    if access.group.leads:  # before the sums of all processes are added up: no other sees it bare
+    if access.group.leads:  # once, whatever the number of processes
         total = total + noise_std * access.randomness.normal(dimension)
     return snapped(access.group.add_up(total), noise_std)
+
+
+def _whole(part: Tensor, dimension: int) -> Tensor:
+    """Refuse rows of another length: a shorter one would be repeated, past its bound."""
+    if part.shape != (dimension,):
+        raise PlanViolation(
+            f"contributions have {part.numel()} coordinates, expected {dimension} as declared"
+        )
+    return part
 
 
 @dataclass(frozen=True)

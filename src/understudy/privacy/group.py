@@ -2,7 +2,8 @@
 
 `torchrun` starts the processes and tells each its rank. All of them run the same method on the same
 answers. Rank 0 leads: it alone draws noise, writes the ledger and the run's directory, and decides
-when to stop. The sum that goes from process to process already holds the noise.
+when to stop. What the others send are bare sums: processes, and the network between them, belong
+to the custodian's side of the door.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from understudy.errors import ProcessLost
+from understudy.errors import PlanViolation, ProcessLost
 from understudy.nets.params import Params
 
 PATIENCE = timedelta(minutes=20)
@@ -68,6 +69,23 @@ class Group:
         if not self.leads:
             payload = torch.empty(int(length), dtype=torch.uint8)
         return self.from_leader(self._message(payload))[: int(length)].cpu().numpy().tobytes()
+
+    def all_say(self, yes: bool) -> bool:
+        """Return whether every process says yes."""
+        if self.size == 1:
+            return yes
+        return int(self.add_up(self._message(torch.tensor([int(yes)])))) == self.size
+
+    def agree_on(self, bound: float) -> None:
+        """Refuse to go on with a bound other than the leader's: the noise is scaled to that."""
+        if self.size == 1:
+            return
+        leaders = self.from_leader(self._message(torch.tensor([bound], dtype=torch.float64)))
+        if float(leaders) != bound:
+            raise PlanViolation(
+                f"this process bounds contributions by {bound:g}, the leading one by "
+                f"{float(leaders):g}; give all processes the same command"
+            )
 
     def agrees(self, wish: bool) -> bool:
         """Return the leader's wish."""

@@ -89,7 +89,8 @@ class SecretRandomness(Sealed):
         at_once = math.ceil(expected + 5 * math.sqrt(expected) + 10)
         last, parts = -1, []
         while last < count:
-            gaps = np.minimum(self._sampling.geometric(rate, at_once), count + 1)
+            # An exponential of exactly 0 would give a gap of 0, and a unit twice.
+            gaps = np.clip(self._sampling.geometric(rate, at_once), 1, count + 1)
             parts.append(last + np.cumsum(gaps))
             last = int(parts[-1][-1])
         chosen = np.concatenate(parts)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from understudy.data.images import LabelledImages
+from understudy.errors import InvalidData
 from understudy.nets.params import Params
 from understudy.privacy.sealed import Sealed
 from understudy.training.engine import Engine
@@ -30,15 +31,27 @@ Contribution = Callable[[Params, Tensor, Tensor], Rows]
 class Records(Sealed):
     """Hold images, labels and the slot of each unit; a slot may be empty."""
 
-    __slots__ = ("_images", "_labels", "_places", "_starts", "are_units")
+    __slots__ = ("_images", "_labels", "_places", "_starts", "one_each")
 
-    def __init__(self, images: Tensor, labels: Tensor, places: Tensor, starts: Tensor) -> None:
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        places: Tensor,
+        starts: Tensor,
+        *,
+        one_each: bool = False,
+    ) -> None:
         self._images = images  # (n, c, h, w) uint8, in the order of the source, maybe on disk
         self._labels = labels  # (n,)
         # These two stay with the host, which chooses the units of a batch.
         self._places = places  # where each record of these units is in the two above, by unit
         self._starts = starts  # (units + 1,): unit u owns places starts[u] to starts[u + 1]
-        self.are_units = bool((torch.diff(starts) <= 1).all())  # no unit has several records
+        # Whether no unit has several records. Declared, not found: which kernels run must not
+        # depend on any one unit, for they round differently.
+        self.one_each = one_each
+        if one_each and bool((torch.diff(starts) > 1).any()):
+            raise InvalidData("a unit has several records, expected one; name the unit otherwise")
 
     @classmethod
     def from_units(
@@ -48,6 +61,7 @@ class Records(Sealed):
         *,
         max_per_unit: int | None,
         device: torch.device,
+        one_each: bool = False,
     ) -> Records:
         """Put the given units of `data` into slots, with at most `max_per_unit` records each."""
         slot_of = np.full(int(data.units.max()) + 1, -1)
@@ -65,6 +79,7 @@ class Records(Sealed):
             torch.from_numpy(data.labels).to(device),
             torch.from_numpy(order),
             torch.from_numpy(starts),
+            one_each=one_each,
         )
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from understudy.data.images import LabelledImages
-from understudy.errors import DataChanged, InvalidSettings
+from understudy.errors import DataChanged, InvalidSettings, UnderstudyError
 from understudy.files import home
 from understudy.privacy.accounting import (
     FILTER_TAIL_SHARE,
@@ -155,6 +155,11 @@ class Vault(Sealed):
             results=results_of(blocks),
         )
         self._group.bytes_from_leader(briefing.to_bytes())
+        if not self._group.all_say(True):
+            raise InvalidSettings(
+                "another process of this run reads other records or plans other releases; give all "
+                "of them the same command, data and version of understudy"
+            )
 
     def _reserve(self, run_id: str, ledger: Ledger, charge: Charge) -> None:
         lifetime = self.registration.lifetime_epsilon
@@ -205,7 +210,12 @@ def follow(
     randomness: Randomness | None = None,
 ) -> Curator:
     """Open a part of the records for a run that another process leads."""
-    briefing.check(data, plan)
+    try:
+        briefing.check(data, plan)
+    except UnderstudyError:
+        group.all_say(False)
+        raise
+    group.all_say(True)
     return Curator(
         _part(data, briefing.units, briefing.facts, engine, group),
         randomness or SecretRandomness(engine.device),
@@ -227,5 +237,10 @@ def _part(
     group: Group,
 ) -> Records:
     """Hold this process's share of the units."""
-    mine = units[group.rank :: group.size]
-    return Records.from_units(data, mine, max_per_unit=facts.max_per_unit, device=engine.device)
+    return Records.from_units(
+        data,
+        units[group.rank :: group.size],
+        max_per_unit=facts.max_per_unit,
+        device=engine.device,
+        one_each=facts.unit == "record" or facts.max_per_unit == 1,
+    )

@@ -101,9 +101,9 @@ class Engine:
         """
         if not self.is_static:
             return _plainly(step, times, resident, args)
-        leaves = pytree.tree_leaves(args)
+        leaves, structure = pytree.tree_flatten(args)
         places = tuple(tensor.data_ptr() for tensor in resident)
-        key = (step, times, places, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = (step, times, places, structure, *map(_kind, (*resident, *leaves)))
         if key not in self._programs:
             with self._lock:  # one thread traces, compiles or captures at a time
                 self._programs[key] = self._program(step, times, resident, args)
@@ -122,7 +122,8 @@ class Engine:
                 "function at every call?"
             )
             return plainly
-        key = (step, *((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((resident, args))))
+        leaves, structure = pytree.tree_flatten(args)
+        key = (step, structure, *map(_kind, (*resident, *leaves)))
         try:
             if key not in self._compiled:
                 with _fast_arithmetic():
@@ -195,6 +196,10 @@ def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> 
     return call
 
 
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype
+
+
 def _values(node: Any) -> int:
     value = node.meta.get("val")
     return value.numel() if isinstance(value, Tensor) and node.op == "call_function" else 0
@@ -237,6 +242,7 @@ class _Captured:
     """A function as a CUDA graph, with buffers for its arguments."""
 
     def __init__(self, function: Step, args: tuple[Any, ...]) -> None:
+        self._function = function  # holds what the graph reads where it is
         leaves, structure = pytree.tree_flatten(args)
         self._inputs = [_laid_out(leaf).clone() for leaf in leaves]
         self._seen: list[tuple[Any, int]] = [(None, 0)] * len(leaves)
