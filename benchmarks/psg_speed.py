@@ -142,24 +142,36 @@ class Published:
         torch.autograd.grad(loss, list(self.module.parameters()))
 
 
-def measured(device: torch.device, function: Callable[[], Any], *, times: int) -> float:
-    """Return milliseconds per call: the best of three rounds."""
+Work = tuple[Callable[[], Any], int]
+"""A function, and how many steps one call of it is."""
 
-    def wait() -> None:
+
+def measured(device: torch.device, *work: Work, rounds: int = 5) -> list[float]:
+    """Return milliseconds per step of each: the best of some rounds, all taking turns.
+
+    Machines are shared and change their speed; what takes turns meets the same conditions.
+    """
+
+    def seconds(function: Callable[[], Any], times: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
-
-    for _ in range(2):
-        function()
-    best = float("inf")
-    for _ in range(3):
-        wait()
         started = time.perf_counter()
         for _ in range(times):
             function()
-        wait()
-        best = min(best, (time.perf_counter() - started) / times)
-    return 1e3 * best
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    best = [float("inf")] * len(work)
+    times = []
+    for function, _ in work:
+        function()
+        times.append(max(1, int(0.2 / seconds(function, 1))))
+    for _ in range(rounds):
+        for number, (function, steps) in enumerate(work):
+            taken = seconds(function, times[number]) / times[number] / steps
+            best[number] = min(best[number], 1e3 * taken)
+    return best
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -168,8 +180,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     a = torch.randn(side, side, device=device).to(dtype)
     source = torch.zeros(count, device=device)
     target = torch.empty_like(source)
-    product = measured(device, lambda: a @ a, times=5)
-    copy = measured(device, lambda: target.copy_(source), times=5)
+    product, copy = measured(device, (lambda: a @ a, 1), (lambda: target.copy_(source), 1))
     return 2 * side**3 / (1e-3 * product), 8 * count / (1e-3 * copy)
 
 
@@ -197,7 +208,7 @@ def floors(device: torch.device, batch: int, images: int) -> dict[str, float]:
     }
 
 
-def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[str, float]:
+def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[str, Work]:
     """(b)."""
     engine = Engine(device)
     psg = PSG(CONFIG, FACTS, seed=0)
@@ -232,31 +243,23 @@ def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[
     def image() -> Any:
         return engine.run(image_step, (images, velocity), labels, theta, real, rate)
 
-    times = 100 if device.type == "cuda" else 1
-    found = {
-        "release": measured(device, release, times=times),
-        "image": measured(device, image, times=times),
-        "inner": measured(device, inner, times=max(1, times // 10)) / sgd.epochs,
-    }
     assert parameter_count(theta) == 317_322
-    return found
+    return {"release": (release, 1), "image": (image, 1), "inner": (inner, sgd.epochs)}
 
 
-def published(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[str, float]:
+def published(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[str, Work]:
+    """(a)."""
     labels = torch.arange(10, device=device).repeat_interleave(CONFIG.images_per_class)
     shape = (len(labels), *FACTS.shape)
     side = Published(device, torch.randn(shape, device=device), labels)
     batch = private[: CONFIG.batch].float() / 255
     batch_labels = private_labels[: CONFIG.batch]
     real = [part.detach() for part in side.release(batch, batch_labels)]
-    times = 10 if device.type == "cuda" else 1
     return {
-        "release": measured(device, lambda: side.release(batch, batch_labels), times=times),
-        "image": measured(device, lambda: side.image_step(real), times=times),
-        "inner": measured(device, side.inner_step, times=times),
-        "plain_backward": measured(
-            device, lambda: side.plain_backward(batch, batch_labels), times=times
-        ),
+        "release": (lambda: side.release(batch, batch_labels), 1),
+        "image": (lambda: side.image_step(real), 1),
+        "inner": (side.inner_step, 1),
+        "plain_backward": (lambda: side.plain_backward(batch, batch_labels), 1),
     }
 
 
@@ -312,15 +315,19 @@ def main() -> None:
         hooks = f"Opacus {opacus.__version__}"
     except ImportError:
         hooks = "hooks of our own (Opacus is not installed there)"
-    found = {
+    found: dict[str, Any] = {
         "device": device_name(),
         "torch": torch.__version__,
         "commit": commit(),
         "hooks": hooks,
-        "published": published(device, private, private_labels),
-        "ours": ours(device, private, private_labels),
+        "published": {},
+        "ours": {},
         "floor": floors(device, CONFIG.batch, 10 * CONFIG.images_per_class),
     }
+    a, b = (side(device, private, private_labels) for side in (published, ours))
+    for name in b:
+        found["published"][name], found["ours"][name] = measured(device, a[name], b[name])
+    (found["published"]["plain_backward"],) = measured(device, a["plain_backward"])
     path = RESULTS / f"psg_speed_{device.type}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(found))
