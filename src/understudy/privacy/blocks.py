@@ -42,14 +42,31 @@ class BlockResult:
     """What the curator must remember with it."""
 
 
-class Blocks:
+class Counts:
+    """How many releases were made: in committed blocks, and in the open one."""
+
+    def __init__(self, committed: Mapping[str, int]) -> None:
+        self.committed: Counter[str] = Counter(committed)
+        self._open: Counter[str] | None = None
+
+    @property
+    def released(self) -> Counter[str]:
+        """Releases made so far, committed or not."""
+        return self.committed + (self._open or Counter())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether releases were made since the last commit."""
+        return self._open is not None
+
+
+class Blocks(Counts):
     """The blocks of one run: counts what was released, commits, and recovers after a crash."""
 
     def __init__(self, ledger: Ledger, run_id: str, directory: Path) -> None:
+        super().__init__({})
         self._ledger, self._run_id, self._directory = ledger, run_id, directory
-        self._open: Counter[str] | None = None
         self._attempt = 0
-        self.committed: Counter[str] = Counter()
         self.extra_attempts = 0
         self.latest: BlockResult | None = None
         self.checkpoint: BlockResult | None = None
@@ -65,16 +82,6 @@ class Blocks:
                 f"the last committed block is missing from {directory}; put it back, or start a "
                 "new run: this one stays charged"
             )
-
-    @property
-    def released(self) -> Counter[str]:
-        """Releases made so far, committed or not."""
-        return self.committed + (self._open or Counter())
-
-    @property
-    def is_open(self) -> bool:
-        """Whether releases were made since the last commit."""
-        return self._open is not None
 
     def count(self, release: str) -> None:
         """Record that `release` is about to be made; start a block if none is open."""

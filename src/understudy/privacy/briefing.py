@@ -23,7 +23,7 @@ from torch import Tensor
 from understudy.data.images import LabelledImages
 from understudy.errors import DataChanged, InvalidSettings
 from understudy.privacy.accounting import Calibration
-from understudy.privacy.blocks import BlockResult, Blocks
+from understudy.privacy.blocks import BlockResult, Blocks, Counts
 from understudy.privacy.plan import Plan, PublicFacts
 
 UNITS, MARK = "units", b"briefing"
@@ -116,28 +116,17 @@ def digest(data: LabelledImages) -> str:
     return total.hexdigest()
 
 
-class FollowingBlocks:
+class FollowingBlocks(Counts):
     """The blocks of a process that writes nothing: counts, and what the leader had committed."""
 
     extra_attempts = 0
 
     def __init__(self, briefing: Briefing) -> None:
-        self.committed: Counter[str] = Counter(briefing.committed)
-        self._open: Counter[str] | None = None
+        super().__init__(briefing.committed)
         self.answers = {(r.kind, r.step): r for r in briefing.results if r.kind != "checkpoint"}
         points = [r for r in briefing.results if r.kind == "checkpoint"]
         self.checkpoint = points[-1] if points else None
         self.latest: BlockResult | None = None  # bounds are for the leader's certificate
-
-    @property
-    def released(self) -> Counter[str]:
-        """Releases made so far, committed or not."""
-        return self.committed + (self._open or Counter())
-
-    @property
-    def is_open(self) -> bool:
-        """Whether releases were made since the last commit."""
-        return self._open is not None
 
     def count(self, release: str) -> None:
         """Record that `release` is about to be made."""
