@@ -36,7 +36,7 @@ from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Verification
 from understudy.privacy.disclosure import RealImages, disclose_hold_out, disclose_test_set
-from understudy.privacy.group import joined
+from understudy.privacy.group import is_in_group, joined
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
@@ -189,6 +189,8 @@ def synthesize_all(
             f"{len(asked)} runs were asked for with {len(set(places))} directories; expected one "
             "directory for each"
         )
+    if is_in_group():
+        raise InvalidSettings("several runs were asked for under torchrun; start them one by one")
     goes_on = [resume and (partial(place).exists() or place.exists()) for place in places]
     directories = [
         RunDirectory(_choose_directory(place, "", one, resume=again))

@@ -21,6 +21,7 @@ from door import (
     open_curator,
     some_images,
 )
+from static import static_engine
 from understudy.errors import (
     InvalidSettings,
     PlanExhausted,
@@ -232,3 +233,14 @@ def test_senseless_plans_and_budgets_are_refused(make):
 
 def test_user_errors_have_exit_codes():
     assert all(2 <= error.exit_code < 256 for error in UnderstudyError.__subclasses__())
+
+
+def test_the_methods_engine_holds_nothing_of_a_release(ledger, tmp_path, monkeypatch):
+    """A release's program holds the records it reads and the bare sum it found."""
+    vault = a_vault(ledger).beside(static_engine(monkeypatch))
+    curator = open_curator(ledger, tmp_path, vault=vault)
+    curator.gradient(linear_loss, linear_params(), clip_norm=0.1)
+    assert len(curator._engine._programs) == 1  # it was compiled
+    assert curator.engine._programs == {}
+    curator.engine.run(lambda x: 2 * x, torch.ones(3))
+    assert len(curator._engine._programs) == len(curator.engine._programs) == 1

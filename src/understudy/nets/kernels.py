@@ -157,6 +157,21 @@ def _quarter(ptr, place, there, quad: tl.constexpr, W, C):
 
 
 @triton.jit
+def _store(ptr, place, x0, x1, x2, x3, there, W, C):
+    """Store a map by quarters."""
+    kind = ptr.dtype.element_ty
+    tl.store(ptr + place, x0.to(kind), mask=there)
+    tl.store(ptr + place + C, x1.to(kind), mask=there)
+    tl.store(ptr + place + W * C, x2.to(kind), mask=there)
+    tl.store(ptr + place + W * C + C, x3.to(kind), mask=there)
+
+
+@triton.jit
+def _by_plane(ptr, channel, exists):
+    return tl.load(ptr + channel, mask=exists, other=0.0)[None, :]
+
+
+@triton.jit
 def _over(x0, x1, x2, x3, there):
     return tl.sum(tl.where(there, x0 + x1 + x2 + x3, 0.0), 0)[None, :]
 
@@ -191,8 +206,8 @@ def _norm_kernel(
     n = tl.program_id(0)
     place, pooled, there, channel, exists = _places(n, H, W, C, P, CB)
     h0, h1, h2, h3, _ = _normal(x_ptr, place, there, H * W, W, C, EPS)
-    s = tl.load(s_ptr + n * SN + channel, mask=exists, other=0.0)[None, :]
-    t = tl.load(t_ptr + n * TN + channel, mask=exists, other=0.0)[None, :]
+    s = _by_plane(s_ptr + n * SN, channel, exists)
+    t = _by_plane(t_ptr + n * TN, channel, exists)
     y = tl.maximum(h0 * s + t, 0.0) + tl.maximum(h1 * s + t, 0.0)
     y += tl.maximum(h2 * s + t, 0.0) + tl.maximum(h3 * s + t, 0.0)
     tl.store(y_ptr + pooled, (0.25 * y).to(y_ptr.dtype.element_ty), mask=there)
@@ -208,8 +223,8 @@ def _slope_kernel(
     place, pooled, there, channel, exists = _places(n, H, W, C, P, CB)
     N = H * W
     h0, h1, h2, h3, k = _normal(x_ptr, place, there, N, W, C, EPS)
-    s = tl.load(s_ptr + n * SN + channel, mask=exists, other=0.0)[None, :]
-    t = tl.load(t_ptr + n * TN + channel, mask=exists, other=0.0)[None, :]
+    s = _by_plane(s_ptr + n * SN, channel, exists)
+    t = _by_plane(t_ptr + n * TN, channel, exists)
     g = 0.25 * tl.load(g_ptr + pooled, mask=there, other=0.0).to(tl.float32)
     u0, u1 = tl.where(h0 * s + t > 0, g, 0.0), tl.where(h1 * s + t > 0, g, 0.0)
     u2, u3 = tl.where(h2 * s + t > 0, g, 0.0), tl.where(h3 * s + t > 0, g, 0.0)
@@ -218,11 +233,9 @@ def _slope_kernel(
     tl.store(ds_ptr + n * C + channel, tl.sum(suh, 0), mask=exists)
     tl.store(dt_ptr + n * C + channel, tl.sum(su, 0), mask=exists)
     gain, mean, along = s * k, su / N, suh / N
-    kind = dx_ptr.dtype.element_ty
-    tl.store(dx_ptr + place, (gain * (u0 - mean - h0 * along)).to(kind), mask=there)
-    tl.store(dx_ptr + place + C, (gain * (u1 - mean - h1 * along)).to(kind), mask=there)
-    tl.store(dx_ptr + place + W * C, (gain * (u2 - mean - h2 * along)).to(kind), mask=there)
-    tl.store(dx_ptr + place + W * C + C, (gain * (u3 - mean - h3 * along)).to(kind), mask=there)
+    x0, x1 = gain * (u0 - mean - h0 * along), gain * (u1 - mean - h1 * along)
+    x2, x3 = gain * (u2 - mean - h2 * along), gain * (u3 - mean - h3 * along)
+    _store(dx_ptr, place, x0, x1, x2, x3, there, W, C)
 
 
 @triton.jit
@@ -235,10 +248,10 @@ def _curve_kernel(
     place, pooled, there, channel, exists = _places(n, H, W, C, P, CB)
     N = H * W
     h0, h1, h2, h3, k = _normal(x_ptr, place, there, N, W, C, EPS)
-    s = tl.load(s_ptr + n * SN + channel, mask=exists, other=0.0)[None, :]
-    t = tl.load(t_ptr + n * TN + channel, mask=exists, other=0.0)[None, :]
-    a = tl.load(a_ptr + n * AN + channel, mask=exists, other=0.0)[None, :]
-    b = tl.load(b_ptr + n * BN + channel, mask=exists, other=0.0)[None, :]
+    s = _by_plane(s_ptr + n * SN, channel, exists)
+    t = _by_plane(t_ptr + n * TN, channel, exists)
+    a = _by_plane(a_ptr + n * AN, channel, exists)
+    b = _by_plane(b_ptr + n * BN, channel, exists)
     # What a step (v, a, b) does to the normalised map (w), and to 1 / its standard deviation (dk).
     w0, w1 = _quarter(v_ptr, place, there, 0, W, C), _quarter(v_ptr, place, there, 1, W, C)
     w2, w3 = _quarter(v_ptr, place, there, 2, W, C), _quarter(v_ptr, place, there, 3, W, C)
@@ -259,15 +272,11 @@ def _curve_kernel(
     suw = _over(u0 * w0, u1 * w1, u2 * w2, u3 * w3, there)
     tl.store(gs_ptr + n * C + channel, tl.sum(suw, 0), mask=exists)
     first, second, uw = a * k + s * dk, s * k, suw / N
-    kind = gx_ptr.dtype.element_ty
     x0 = first * (u0 - u_mean - h0 * uh) - second * (w0 * uh + h0 * uw)
     x1 = first * (u1 - u_mean - h1 * uh) - second * (w1 * uh + h1 * uw)
     x2 = first * (u2 - u_mean - h2 * uh) - second * (w2 * uh + h2 * uw)
     x3 = first * (u3 - u_mean - h3 * uh) - second * (w3 * uh + h3 * uw)
-    tl.store(gx_ptr + place, x0.to(kind), mask=there)
-    tl.store(gx_ptr + place + C, x1.to(kind), mask=there)
-    tl.store(gx_ptr + place + W * C, x2.to(kind), mask=there)
-    tl.store(gx_ptr + place + W * C + C, x3.to(kind), mask=there)
+    _store(gx_ptr, place, x0, x1, x2, x3, there, W, C)
 
 
 def _launch(

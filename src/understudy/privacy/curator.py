@@ -50,8 +50,8 @@ class Curator(Sealed):
     """Answer the releases of one plan, each at most as often as planned."""
 
     __slots__ = (
-        "_answered", "_blocks", "_bounds", "_committed_at", "_group", "_offered", "_pace",
-        "_randomness", "_records", "_spent", "calibration", "engine", "facts", "plan",
+        "_answered", "_blocks", "_bounds", "_committed_at", "_engine", "_group", "_offered",
+        "_pace", "_randomness", "_records", "_spent", "calibration", "engine", "facts", "plan",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +67,9 @@ class Curator(Sealed):
         engine: Engine,
         group: Group,
     ) -> None:
-        self.facts, self.plan, self.calibration, self.engine = facts, plan, calibration, engine
+        self.facts, self.plan, self.calibration = facts, plan, calibration
+        # Programs of releases hold records and bare sums: the method gets an engine without them.
+        self._engine, self.engine = engine, engine.beside()
         randomness.take()
         self._records, self._randomness = records, randomness
         self._blocks, self._pace, self._group = blocks, pace, group
@@ -144,7 +146,7 @@ class Curator(Sealed):
             classes=self.facts.classes,
             sampling_rate=line.sampling_rate,
             noise_multiplier=self.calibration.noise_multiplier * line.noise_ratio,
-            engine=self.engine,
+            engine=self._engine,
             group=self._group,
         )
 

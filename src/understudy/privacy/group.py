@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from understudy.errors import PlanViolation, ProcessLost
-from understudy.nets.params import Params
 
 PATIENCE = timedelta(minutes=20)
 """A process may have to wait this long for another that compiles or calibrates."""
@@ -48,17 +47,6 @@ class Group:
         if self.size > 1:
             _surely(lambda: dist.broadcast(tensor, 0))
         return tensor
-
-    def same_params(self, params: Params) -> Params:
-        """Return the leader's parameters: rounding may have led the others elsewhere."""
-        if self.size == 1:
-            return params
-        flat = self.from_leader(torch.cat([tensor.flatten() for tensor in params.values()]))
-        pieces = torch.split(flat, [tensor.numel() for tensor in params.values()])
-        return {
-            name: piece.view(tensor.shape).to(tensor.dtype)
-            for (name, tensor), piece in zip(params.items(), pieces, strict=True)
-        }
 
     def bytes_from_leader(self, content: bytes) -> bytes:
         """Return the leader's `content`."""

@@ -66,6 +66,7 @@ class Engine:
     _programs: dict[Hashable, Step] = field(default_factory=dict, repr=False)
     _compiled: dict[Hashable, Step] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _is_full: bool = field(default=False, repr=False)
 
     def beside(self) -> Engine:
         """Return an engine for another thread: its own buffers and graphs, the same compilations.
@@ -105,9 +106,20 @@ class Engine:
         places = tuple(tensor.data_ptr() for tensor in resident)
         key = (step, times, places, structure, *map(_kind, (*resident, *leaves)))
         if key not in self._programs:
+            if len(self._programs) == MOST_PROGRAMS:
+                self._say_once(
+                    f"{_name(step)} is not compiled: {MOST_PROGRAMS} programs are in use already; "
+                    "is it a new function at every call?"
+                )
+                return _plainly(step, times, resident, args)
             with self._lock:  # one thread traces, compiles or captures at a time
                 self._programs[key] = self._program(step, times, resident, args)
         return self._programs[key](*args)
+
+    def _say_once(self, text: str) -> None:
+        if not self._is_full:
+            self._is_full = True
+            self.say(text)
 
     def _program(
         self, step: Step, times: int, resident: Sequence[Tensor], args: tuple[Any, ...]
@@ -115,13 +127,7 @@ class Engine:
         def plainly(*args: Any) -> Any:
             return _plainly(step, times, resident, args)
 
-        name = getattr(step, "__name__", "a step")
-        if len(self._programs) >= MOST_PROGRAMS:
-            self.say(
-                f"{name} is not compiled: {MOST_PROGRAMS} programs are in use already; is it a new "
-                "function at every call?"
-            )
-            return plainly
+        name = _name(step)
         leaves, structure = pytree.tree_flatten(args)
         key = (step, structure, *map(_kind, (*resident, *leaves)))
         try:
@@ -266,6 +272,10 @@ class _Captured:
         self._graph.replay()
         # The next replay overwrites the graph's own results.
         return pytree.tree_map(torch.clone, self._results)
+
+
+def _name(step: Step) -> str:
+    return str(getattr(step, "__name__", type(step).__name__))
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from understudy.nets.params import Params
 from understudy.privacy.bounded import noisy_bounded_sum
 from understudy.privacy.gradients import GradientRows, Loss, split_like
@@ -24,7 +26,9 @@ def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) ->
         gradient: contributes zero. Infinite clip norm: refused.
     """
     dimension = sum(tensor.numel() for tensor in params.values())
-    params = access.group.same_params(params)
+    if access.group.size > 1:  # rounding may have led the others' parameters elsewhere
+        flat = torch.cat([tensor.flatten() for tensor in params.values()])
+        params = split_like(access.group.from_leader(flat), params)
     rows = GradientRows(loss)
     total = noisy_bounded_sum(
         access, rows, params, dimension=dimension, bound=clip_norm, many_times=True
