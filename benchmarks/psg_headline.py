@@ -3,7 +3,7 @@
 Writes docs/results/psg.{json,md}. Computes missing cells only, and a cell that was cut off goes on
 from its last committed block, so the table can grow over many calls on a borrowed GPU.
 
-    python benchmarks/psg_headline.py --data .data --work runs/psg_headline --minutes 9 --only eps10
+    python benchmarks/psg_headline.py --data .data --work runs/psg --minutes 9 --only mnist-eps10
 """
 
 from __future__ import annotations
@@ -146,8 +146,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--work", type=Path, required=True, help="folder for runs and their ledger")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop, to be resumed, after")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cells whose name begins so")
     given = parser.parse_args()
+    only = tuple(given.only)
     given.work.mkdir(parents=True, exist_ok=True)
     # A run takes the signal as a request to stop at a committed block; nothing else heeds it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -159,7 +160,7 @@ def main() -> None:
     done = {Cell(*(c[key] for key in Cell.__dataclass_fields__)).name for c in cells}
     try:
         for cell in planned():
-            if cell.name in done or given.only not in cell.name or time.monotonic() > deadline:
+            if cell.name in done or not cell.name.startswith(only) or time.monotonic() > deadline:
                 continue
             cells.append(measure(cell, given.data, given.work))
             CELLS.write_text(json.dumps(cells, indent=1) + "\n")

@@ -215,7 +215,8 @@ def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[
     network = psg._network_for(device)
     loss = RecordLoss(network, FACTS.mean, FACTS.std)
     image_step = psg._image_step(network, 1.0)
-    records = Records(private, private_labels, torch.arange(UNITS), torch.arange(UNITS + 1))
+    places, starts = torch.arange(UNITS), torch.arange(UNITS + 1)
+    records = Records(private, private_labels, places, starts, one_each=True)
     access = Access(
         records=records, randomness=SecretRandomness(device), units=UNITS, classes=10,
         sampling_rate=CONFIG.batch / UNITS, noise_multiplier=1.0, engine=engine, group=ALONE,

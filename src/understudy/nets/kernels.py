@@ -108,10 +108,12 @@ def _patch_slope_kernel(
 
 def _sizes(patches: Tensor, filters: Tensor, most: int) -> tuple[int, int, int, dict[str, Any]]:
     pooled, count, taps = patches.shape[1] // 4, filters.shape[1], patches.shape[2]
+    taps_at_once = max(16, triton.next_power_of_2(taps))
+    fits = 16 * most // taps_at_once  # the more taps, the fewer filters there is room for
     blocks = {
         "R": ROWS,
-        "FB": max(16, min(most, triton.next_power_of_2(count))),
-        "KB": max(16, triton.next_power_of_2(taps)),
+        "FB": max(16, min(fits, triton.next_power_of_2(count))),
+        "KB": taps_at_once,
     }
     return pooled, count, taps, blocks
 
