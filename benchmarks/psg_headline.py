@@ -1,4 +1,5 @@
-"""PSG's headline table: accuracy by data set, epsilon and images per class, with time and memory.
+"""PSG's headline table: accuracy by data set, epsilon and images per class, with time and memory;
+and the ablations of preset `best`, one setting at a time.
 
 Writes docs/results/psg.{json,md}. Computes missing cells only, and a cell that was cut off goes on
 from its last committed block, so the table can grow over many calls on a borrowed GPU.
@@ -14,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +25,6 @@ import torch
 import understudy
 from common import RESULTS, commit, device_name
 from understudy.errors import Interrupted
-from understudy.methods.psg import PSG
 from understudy.runs import partial
 
 CELLS = RESULTS / "psg.json"
@@ -35,6 +36,18 @@ PAPER = {  # (data, epsilon): accuracy by images per class, %
 }
 
 
+ABLATIONS = {  # name: settings that undo a part of `best`
+    "small-start": {"start": 1.0},
+    "projection": {"project": False},
+    "smoothing": {"smooth": 0.0},
+    "averaging": {"average": 0.0},
+    "large-batches": {"batches": 10, "batch": 250, "image_steps": 1},
+    "short-training": {"rounds": 80, "outer": 10, "inner": 50},
+    "a-constant-rate": {"image_lr_end": 0.0},
+    "unweighted-rows": {"shrink": True},
+}
+
+
 @dataclass(frozen=True)
 class Cell:
     data: str
@@ -42,12 +55,13 @@ class Cell:
     images_per_class: int
     preset: str
     seed: int
+    without: str = ""
+    """The part of `best` that is left out."""
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.data}-eps{self.epsilon:g}-spc{self.images_per_class}-{self.preset}-{self.seed}"
-        )
+        kind = f"{self.preset}-{self.seed}{self.without and '-without-'}{self.without}"
+        return f"{self.data}-eps{self.epsilon:g}-spc{self.images_per_class}-{kind}"
 
 
 def planned() -> list[Cell]:
@@ -57,13 +71,17 @@ def planned() -> list[Cell]:
         for epsilon in (1.0, 10.0)
         for seed in (0, 1)
         for preset in ("best", "paper")
-        if preset in PSG.presets
         for data in ("mnist", "fashion-mnist")
     ]
     for per_class in (1, 20, 50):
         for (data, epsilon), accuracies in PAPER.items():
-            if per_class in accuracies and "best" in PSG.presets:
+            if per_class in accuracies:
                 cells.append(Cell(data, epsilon, per_class, "best", 0))
+    cells += [
+        Cell(data, 1.0, 10, "best", 0, without)
+        for without in ABLATIONS
+        for data in ("mnist", "fashion-mnist")
+    ]
     return cells
 
 
@@ -79,7 +97,7 @@ def measure(cell: Cell, data_dir: Path, work: Path) -> dict[str, object]:
             records,
             epsilon=cell.epsilon,
             preset=cell.preset,
-            settings={"images_per_class": cell.images_per_class},
+            settings={"images_per_class": cell.images_per_class} | ABLATIONS.get(cell.without, {}),
             seed=cell.seed,
             out=out,
             ledger=work / "ledger.sqlite",
@@ -114,31 +132,38 @@ def table(cells: list[dict]) -> str:
         "networks per set. delta 1e-5, N0 = 60 000, privacy-loss-distribution accounting. Seconds "
         "are wall-clock, with compilation, summed over resumed calls, without evaluation.",
         "",
-        "| data | epsilon | images per class | preset | paper | accuracy | by set | seconds "
+        *rows([c for c in cells if not c["without"]], "preset", lambda c: c["preset"]),
+        "",
+        "## Preset `best` without one of its parts",
+        "",
+        *rows([c for c in cells if c["without"]], "without", lambda c: c["without"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def rows(cells: list[dict], what: str, of: Callable[[dict], str]) -> list[str]:
+    """Write a line for each kind of cell; cells that differ in their seed alone share one."""
+    kinds: dict[tuple, list[dict]] = {}
+    for cell in cells:
+        kind = (cell["data"], cell["epsilon"], cell["images_per_class"], of(cell))
+        kinds.setdefault(kind, []).append(cell)
+    lines = [
+        f"| data | epsilon | images per class | {what} | paper | accuracy | by set | seconds "
         "| peak GiB | seeds | device | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    kinds = dict.fromkeys(
-        (c["data"], c["epsilon"], c["images_per_class"], c["preset"]) for c in cells
-    )
-    for data, epsilon, per_class, preset in sorted(kinds):
-        row = [
-            c
-            for c in cells
-            if (c["data"], c["epsilon"], c["images_per_class"], c["preset"])
-            == (data, epsilon, per_class, preset)
-        ]
+    for (data, epsilon, per_class, name), row in sorted(kinds.items()):
         by_set = [100 * fmean(c["accuracies"]) for c in row]
         each = " / ".join(f"{value:.1f}" for value in by_set)
         seconds = " / ".join(f"{sum(c['seconds']):.0f}" for c in row)
         commits = ", ".join(dict.fromkeys(c["commit"] for c in row))
         lines.append(
-            f"| {data} | {epsilon:g} | {per_class} | {preset} "
+            f"| {data} | {epsilon:g} | {per_class} | {name} "
             f"| {PAPER[data, epsilon].get(per_class, '-')} | {fmean(by_set):.1f} | {each} "
             f"| {seconds} | {max(c['peak_gib'] for c in row)} "
             f"| {', '.join(str(c['seed']) for c in row)} | {row[0]['device']} | {commits} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:

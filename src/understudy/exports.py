@@ -26,7 +26,7 @@ from understudy.files import make_directory, storage_errors, sync_directory, wri
 from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Certificate
 from understudy.runs import SET_FILE
-from understudy.synthetic import SyntheticSet
+from understudy.synthetic import IMAGES_ARE, SyntheticSet
 
 Format = Literal["png", "npz", "safetensors", "parquet", "idx"]
 Files = Iterator[tuple[str, bytes]]
@@ -181,11 +181,11 @@ FORMS = {
     ),
     "npz": _Form(
         _npz,
-        {"synthetic.npz": "`images` (float32, n x c x h x w, in [0, 1]), `labels`, `classes`"},
+        {"synthetic.npz": f"{IMAGES_ARE}, `labels`, `classes`"},
     ),
     "safetensors": _Form(
         _safetensors,
-        {SET_FILE: "`images` (float32, n x c x h x w, in [0, 1]) and `labels` (int64)"},
+        {SET_FILE: f"{IMAGES_ARE} and `labels` (int64)"},
     ),
     "parquet": _Form(
         _parquet,

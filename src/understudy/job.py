@@ -32,11 +32,11 @@ from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.vault import Vault, follow
 from understudy.progress import Progress
 from understudy.runs import SET_FILE, RunDirectory
-from understudy.synthetic import SyntheticSet
+from understudy.synthetic import IMAGES_ARE, SyntheticSet
 from understudy.training.engine import Engine
 
 RELEASED_FILES = {
-    SET_FILE: "`images` (float32, n x c x h x w, in [0, 1]) and `labels` (int64)",
+    SET_FILE: f"{IMAGES_ARE} and `labels` (int64)",
     "contact_sheet.png": "some of the images, one row per class",
     certificates.FILE_NAME: "the guarantee; `understudy verify` checks it",
 }
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def images(self) -> Tensor:
-        """Return the synthetic images (n, c, h, w), in [0, 1]."""
+        """Return the synthetic images (n, c, h, w), 0 black to 1 white."""
         return self.synthetic.images
 
     @property

@@ -18,13 +18,17 @@ from torch.utils.data import Dataset
 
 from understudy.errors import InvalidData
 
+IMAGES_ARE = "`images` (float32, n x c x h x w, 0 black to 1 white)"
 SHEET_TILE = 56
 """Side that small images are enlarged to on a contact sheet, in pixels."""
 
 
 @dataclass(frozen=True, eq=False)
 class SyntheticSet(Dataset[tuple[Tensor, int]]):
-    """Hold synthetic images (n, c, h, w), float32 in [0, 1], and their labels (n,), int64.
+    """Hold synthetic images (n, c, h, w), float32, and their labels (n,), int64.
+
+    Pixels are 0 for black and 1 for white. Methods that optimise pixels freely may go beyond;
+    pictures show those as black or white.
 
     It is a `torch.utils.data.Dataset` of (image, label), so a `DataLoader` takes it as it is.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from door import LOOSE, a_vault, some_images
 from understudy.errors import InvalidSettings
 from understudy.methods.method import configure
-from understudy.methods.psg import PSG, ImageStep, PSGConfig, matching_distance
+from understudy.methods.psg import PSG, ImageStep, PSGConfig, blurred, matching_distance
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.progress import Progress
@@ -118,7 +120,7 @@ def naive_psg(data, config, facts, seed, draws) -> torch.Tensor:
                     steps.zero_grad()
                     loss(net(images.detach()), labels).backward()
                     steps.step()
-    return (images.detach() * facts.std[0] + facts.mean[0]).clamp(0, 1)
+    return images.detach() * facts.std[0] + facts.mean[0]
 
 
 def test_psg_is_algorithm_1(ledger, tmp_path):
@@ -189,7 +191,7 @@ def recorded(ledger, tmp_path, monkeypatch, **settings):
         LOOSE,
         ledger,
         workspace=tmp_path / "w",
-        run_id=f"r{len(settings)}",
+        run_id=tmp_path.name,
         allow_large_delta=True,
         randomness=InjectedRandomness(
             uniform=lambda n: torch.zeros(n, dtype=torch.float64),
@@ -213,7 +215,7 @@ def test_images_of_the_last_steps_are_averaged(ledger, tmp_path, monkeypatch):
     images, _, made = recorded(ledger, tmp_path, monkeypatch, average=0.25)
     mean = torch.stack(images[-2:]).mean(0)
     facts = a_vault(ledger, some_images(30)).facts
-    expected = (mean * facts.std[0] + facts.mean[0]).clamp(0, 1)
+    expected = mean * facts.std[0] + facts.mean[0]
     assert len(images) == 8
     assert torch.allclose(made.images, expected, atol=1e-6)
 
@@ -228,7 +230,43 @@ def test_several_image_steps_per_release(ledger, tmp_path, monkeypatch):
     assert len(images) == 24
 
 
-@pytest.mark.parametrize("bad", [{"average": 1.5}, {"image_lr_end": -0.1}, {"image_steps": 0}])
+def test_images_start_as_noise_of_the_given_size(ledger, tmp_path, monkeypatch):
+    slow = {"image_lr": 1e-9, "width": 1}
+    (loud, *_), _, _ = recorded(ledger, tmp_path / "a", monkeypatch, **slow)
+    (quiet, *_), _, _ = recorded(ledger, tmp_path / "b", monkeypatch, **slow, start=0.1)
+    assert torch.allclose(quiet, 0.1 * loud, atol=1e-6)
+
+
+def test_a_blur_spreads_a_point_evenly():
+    point = torch.zeros(2, 1, 9, 9)
+    point[1, 0, 4, 4] = 1.0
+    spread = blurred(point, 0.8)
+    assert spread[0].abs().max() == 0
+    assert spread[1].sum().item() == pytest.approx(1, abs=1e-5)
+    assert torch.allclose(spread[1], spread[1].transpose(1, 2))
+    assert torch.allclose(spread[1], spread[1].flip(1, 2))
+    assert (spread[1, 0, 4, 4] / spread[1, 0, 4, 5]).item() == pytest.approx(
+        math.exp(0.5 / 0.8**2), rel=1e-5
+    )
+
+
+def test_smooth_steps_are_blurred_steps(ledger, tmp_path, monkeypatch):
+    (rough, *_), _, _ = recorded(ledger, tmp_path / "a", monkeypatch, image_lr=1.0)
+    (smooth, *_), _, _ = recorded(ledger, tmp_path / "b", monkeypatch, image_lr=1.0, smooth=1.0)
+    (start, *_), _, _ = recorded(ledger, tmp_path / "c", monkeypatch, image_lr=1e-9, width=2)
+    assert torch.allclose(smooth - start, blurred(rough - start, 1.0), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"average": 1.5},
+        {"image_lr_end": -0.1},
+        {"image_steps": 0},
+        {"smooth": -1.0},
+        {"start": 0.0},
+    ],
+)
 def test_new_settings_are_checked(bad):
     with pytest.raises(InvalidSettings):
         PSGConfig(**bad)
