@@ -51,7 +51,7 @@ def test_settings_win_over_presets_and_unknown_ones_are_refused():
     with pytest.raises(InvalidSettings, match="did you mean 'rounds'"):
         configure(PSG, MNIST, 10, settings={"round": 3})
     with pytest.raises(InvalidSettings, match="no preset"):
-        configure(PSG, MNIST, 10, preset="best")
+        configure(PSG, MNIST, 10, preset="finest")
 
 
 @pytest.mark.parametrize(
