@@ -19,7 +19,7 @@ from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
 from understudy.data.sources import read_source
 from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
-from understudy.evaluation.downstream import DownstreamAccuracy, Protocol, downstream_accuracy
+from understudy.evaluation.downstream import SAME, DownstreamAccuracy, Protocol, downstream_accuracy
 from understudy.exports import Format, export_release
 from understudy.job import (
     Job,
@@ -381,7 +381,7 @@ def evaluate(
             progress=report,
         )
     if (run.path / "private").is_dir():
-        run.write_metrics(accuracy.to_json())
+        run.record("utility", accuracy.to_json(), key=SAME)
     return accuracy
 
 

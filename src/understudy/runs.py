@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ PARTIAL = ".partial"
 SET_FILE = "synthetic.safetensors"
 SETTINGS_FILE = "run.json"
 METRICS_FILE = "metrics.json"
+METRICS_FORMAT = 1
 
 
 def free_directory(wanted: Path) -> Path:
@@ -62,6 +63,14 @@ def partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
+@contextlib.contextmanager
+def _held(lock: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file; BlockingIOError if another process does and we do not wait."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+
+
 class RunDirectory:
     """One run on disk."""
 
@@ -88,14 +97,13 @@ class RunDirectory:
         make_directory(self._working)
         make_directory(self._working / "private", mode=0o700)
         remove_temporaries(self._working / "private")
-        with (self._working / "private" / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise OutputExists(
-                    f"another process is working on {self._working}; wait for it, or stop it"
-                ) from error
-            yield
+        try:
+            with _held(self._working / "private" / "lock"):
+                yield
+        except BlockingIOError as error:
+            raise OutputExists(
+                f"another process is working on {self._working}; wait for it, or stop it"
+            ) from error
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Write down how the run was asked for."""
@@ -142,6 +150,29 @@ class RunDirectory:
             shutil.rmtree(self.path / "private" / "blocks", ignore_errors=True)
             (self.path / "private" / "lock").unlink(missing_ok=True)
 
-    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Keep metrics on real records, in the private part."""
-        write_json(self.path / "private" / METRICS_FILE, dict(metrics), mode=0o600)
+    def metrics(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what was measured on real records, by section; nothing yet if there is nothing."""
+        try:
+            content = json.loads((self.path / "private" / METRICS_FILE).read_bytes())
+        except FileNotFoundError:
+            return {}
+        if content.pop("format", None) != METRICS_FORMAT:
+            raise InvalidData(
+                f"{self.path} has metrics of another version of understudy; use that version, or "
+                f"remove private/{METRICS_FILE} and evaluate again"
+            )
+        return dict(content)
+
+    def record(self, section: str, entry: Mapping[str, Any], *, key: Sequence[str]) -> None:
+        """Keep a measurement on real records; one that agrees with it in `key` is replaced."""
+
+        def same(other: Mapping[str, Any]) -> bool:
+            return all(other.get(name) == plain.get(name) for name in key)
+
+        plain = json.loads(json.dumps(dict(entry)))  # tuples become lists, as they will be read
+        with _held(self.path / "private" / "metrics.lock", wait=True):
+            content = self.metrics()
+            others = [other for other in content.get(section, []) if not same(other)]
+            content[section] = [*others, plain]
+            file = self.path / "private" / METRICS_FILE
+            write_json(file, {"format": METRICS_FORMAT} | content, mode=0o600)

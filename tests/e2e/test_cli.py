@@ -95,7 +95,8 @@ def test_the_whole_way(folder, capsys):
     code, out, _ = call("evaluate", run, "--epochs", "3", "--width", "4", capsys=capsys)
     assert code == 0
     assert "hold-out of scans" in out
-    assert json.loads((run / "private" / "metrics.json").read_text())["test_images"] == 12
+    (measured,) = json.loads((run / "private" / "metrics.json").read_text())["utility"]
+    assert measured["test_images"] == 12
     code, out, _ = call("ledger", capsys=capsys)
     assert "real records read for evaluation 1 times" in out
     assert "of the limit by the filter" in out
@@ -206,7 +207,7 @@ BAD = {
     "delta too large": (lambda f: [npz(f), "--delta", "0.1"], "less than 1/N0"),
     "no such file": (lambda f: [f / "nowhere.npz"], "does not exist"),
     "no such method": (lambda f: [npz(f), "--method", "gan"], "no method 'gan'"),
-    "no such preset": (lambda f: [npz(f), "--preset", "best"], "no preset 'best'"),
+    "no such preset": (lambda f: [npz(f), "--preset", "finest"], "no preset 'finest'"),
     "no such option": (lambda f: [npz(f), "--epsilonn", "1"], "--epsilon"),
     "no such unit": (lambda f: [npz(f), "--unit", "nurse"], "no column or array 'nurse'"),
     "nothing to resume": (lambda f: [npz(f), "--resume"], "no unfinished run"),

@@ -45,6 +45,10 @@ class Protocol:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}, expected at least 1")
 
 
+SAME = ("protocol", "model", "trained_on", "tested_on", "options")
+"""Measurements that agree in these are repetitions of one another."""
+
+
 @dataclass(frozen=True)
 class DownstreamAccuracy:
     """Test accuracy (a share) of each network."""
@@ -67,12 +71,15 @@ class DownstreamAccuracy:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return {
-            "accuracy/convnet": self.mean,
-            "std": self.std,
-            "accuracies": list(self.accuracies),
+            "protocol": "psg",
+            "model": "convnet",
+            "trained_on": "synthetic",
             "tested_on": self.tested_on,
             "test_images": self.test_images,
-            "protocol": vars(self.protocol),
+            "accuracies": list(self.accuracies),
+            "mean": self.mean,
+            "std": self.std,
+            "options": vars(self.protocol),
         }
 
 

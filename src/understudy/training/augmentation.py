@@ -8,23 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CROP, SCALE, ROTATE = range(3)
+
 
 def crop_scale_rotate(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Apply one of three changes to each image, by nearest-neighbour resampling.
+    """Apply one of three changes to each normalised image, as dataset condensation does.
 
-    Crop shifts by up to a seventh of the side (4 of 28 px), scale stretches each side by 0.8 to
-    1.2, rotate turns by up to 45 degrees. What comes in from outside has the image's mean value.
+    Crop shifts by whole pixels, up to a seventh of the side (4 of 28 px); scale stretches each side
+    by 0.8 to 1.2, to the nearest pixel; rotate turns by up to 45 degrees, between pixels. What
+    comes in from outside has the mean value of all images; when scaling, zero.
     """
-    count = len(images)
+    count, _, height, width = images.shape
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, generator=generator)
 
-    choice = torch.randint(3, (count,), generator=generator)
+    change = torch.randint(3, (count,), generator=generator)
     still = torch.zeros(count)
-    angle = torch.where(choice == 2, uniform(-math.pi / 4, math.pi / 4), still)
-    scale = [torch.where(choice == 1, uniform(0.8, 1.2), still + 1) for _ in range(2)]
-    shift = [torch.where(choice == 0, uniform(-2 / 7, 2 / 7), still) for _ in range(2)]
+    angle = torch.where(change == ROTATE, uniform(-math.pi / 4, math.pi / 4), still)
+    scale = [torch.where(change == SCALE, uniform(0.8, 1.2), still + 1) for _ in range(2)]
+    shift = []
+    for side in (width, height):
+        reach = max(1, side // 7)
+        pixels = torch.randint(-reach, reach, (count,), generator=generator)
+        shift.append(torch.where(change == CROP, pixels * 2 / side, still))
     cos, sin = angle.cos(), angle.sin()
     matrix = torch.stack(
         [
@@ -33,6 +40,12 @@ def crop_scale_rotate(images: Tensor, generator: torch.Generator) -> Tensor:
         ],
         dim=1,
     ).to(images.device)
+    change = change.to(images.device)[:, None, None, None]
+    mean = images.mean(dim=(0, 2, 3), keepdim=True)
+    outside = torch.where(change == SCALE, torch.zeros_like(mean), mean)
     grid = F.affine_grid(matrix, list(images.shape), align_corners=False)
-    mean = images.mean(dim=(2, 3), keepdim=True)
-    return F.grid_sample(images - mean, grid, mode="nearest", align_corners=False) + mean
+    nearest, between = (
+        F.grid_sample(images - outside, grid, mode=mode, align_corners=False)
+        for mode in ("nearest", "bicubic")
+    )
+    return torch.where(change == ROTATE, between, nearest) + outside
