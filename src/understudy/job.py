@@ -102,6 +102,8 @@ class Job:
     """Where the records came from and how they were read, for evaluation to read them again."""
     resume: bool
     group: Group = ALONE
+    snapshots: int = 0
+    """How many sets to keep on the way, for a curve of accuracy against epsilon."""
 
     def run(self, progress: Progress, stop: StopRequest | None = None) -> Result:
         """Do it, whole or resumable; signals ask it to stop, or whoever holds `stop`."""
@@ -119,7 +121,13 @@ class Job:
                     workspace=self.directory.blocks,
                     run_id=run_id,
                     method=asked.method,
-                    pace=Pace(should_stop=should_stop),
+                    pace=Pace(
+                        should_stop=should_stop,
+                        snapshots=self.snapshots,
+                        keep=lambda made, synthetic: self.directory.keep_snapshot(
+                            made, synthetic.to_bytes()
+                        ),
+                    ),
                     allow_large_delta=asked.allow_large_delta,
                 )
                 progress.say(_describe(curator, configured))

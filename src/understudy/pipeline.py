@@ -85,6 +85,7 @@ def synthesize(
     ledger: Ledger | str | Path | None = None,
     resume: bool = False,
     terms: RegistrationTerms | None = None,
+    snapshots: int = 0,
     device: str = "auto",
     compile: bool = True,
     progress: Progress | None = None,
@@ -98,6 +99,7 @@ def synthesize(
         ledger: path of the ledger; by default the user's.
         resume: go on with an unfinished run, asked for with the same arguments.
         terms: how to register a data set that the ledger does not know yet.
+        snapshots: how many sets to keep on the way, in `private/`, to see how it converged.
         device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
         compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
@@ -151,6 +153,7 @@ def synthesize(
                 origin=_origin(records),
                 resume=resume,
                 group=group,
+                snapshots=snapshots,
             )
             return job.run(report)
 

@@ -31,6 +31,7 @@ SET_FILE = "synthetic.safetensors"
 SETTINGS_FILE = "run.json"
 METRICS_FILE = "metrics.json"
 METRICS_FORMAT = 1
+SNAPSHOTS = "snapshots"
 
 
 def free_directory(wanted: Path) -> Path:
@@ -85,6 +86,19 @@ class RunDirectory:
     def blocks(self) -> Path:
         """Return where committed blocks are kept while the run is unfinished."""
         return self._working / "private" / "blocks"
+
+    def keep_snapshot(self, made: Mapping[str, int], content: bytes) -> None:
+        """Keep the set as it was when these releases had been made, in the private part."""
+        folder = self._working / "private" / SNAPSHOTS
+        make_directory(folder, mode=0o700)
+        file = folder / f"{sum(made.values()):09d}.safetensors"
+        write_file(file, content, mode=0o600)
+        write_json(file.with_suffix(".json"), dict(made), mode=0o600)  # now it counts
+
+    def snapshots(self) -> list[tuple[dict[str, int], Path]]:
+        """Return (releases made until then, file) of each set that was kept on the way."""
+        notes = sorted((self.path / "private" / SNAPSHOTS).glob("*.json"))
+        return [(json.loads(n.read_bytes()), n.with_suffix(".safetensors")) for n in notes]
 
     @property
     def is_finished(self) -> bool:

@@ -36,6 +36,8 @@ class GenerateOptions:
     """Directory of the run; by default runs/DATA-METHOD-epsEPSILON."""
     resume: bool = False
     """Go on with an unfinished run: the same command plus this flag."""
+    snapshots: int = 0
+    """How many sets to keep on the way, in private/, to see how accuracy grew with epsilon."""
     seed: int = 0
     """Seed of public randomness. Batches and noise are secret and do not follow it."""
     allow_large_delta: bool = False
@@ -74,6 +76,7 @@ def build(method: str) -> Callable[..., None]:
             out=options.out,
             ledger=options.ledger,
             resume=options.resume,
+            snapshots=options.snapshots,
             terms=terms,
             **vars(machine or MachineOptions()),
             progress=out,

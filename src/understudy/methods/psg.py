@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -292,13 +293,9 @@ class PSG:
                     engine=engine,
                 )
             state = {"images": images, "velocity": velocity, "average": average, "theta": theta}
-            curator.checkpoint(step + 1, state)
-        chosen = average if averaged_from < config.steps else images
-        mean, std = (per_channel(value, chosen) for value in (self.facts.mean, self.facts.std))
-        pixels = chosen * std + mean
-        if config.project:
-            pixels = pixels.clamp(0, 1)  # only rounding is left to clamp
-        return SyntheticSet(pixels.cpu(), labels.cpu(), self.facts.class_names)
+            chosen = average if step >= averaged_from else images
+            curator.checkpoint(step + 1, state, partial(self._set, chosen, labels))
+        return self._set(average if averaged_from < config.steps else images, labels)
 
     def _start(self, curator: Curator, count: int) -> tuple[int, Tensor, Tensor, Tensor, Params]:
         """Return steps done, images, their velocity and average, and the network."""
@@ -310,6 +307,14 @@ class PSG:
         images = self.config.start * torch.randn((count, *self.facts.shape), generator=generator)
         images = images.to(curator.engine.device)
         return 0, images, torch.zeros_like(images), torch.zeros_like(images), {}
+
+    def _set(self, images: Tensor, labels: Tensor) -> SyntheticSet:
+        """Bring normalised images back to pixels."""
+        mean, std = (per_channel(value, images) for value in (self.facts.mean, self.facts.std))
+        pixels = images * std + mean
+        if self.config.project:
+            pixels = pixels.clamp(0, 1)  # only rounding is left to clamp
+        return SyntheticSet(pixels.cpu(), labels.cpu(), self.facts.class_names)
 
     def _network_for(self, device: torch.device) -> ConvNet:
         """On a GPU keep maps in bfloat16: their traffic is most of the time."""

@@ -11,7 +11,7 @@ import hmac
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,12 +227,7 @@ def _check_epsilon(certificate: Certificate) -> float:
     if not certificate.has_guarantee:
         return math.inf
     guarantee, lines = certificate.content["guarantee"], certificate.content["releases"]
-    computed = ("made", "bounds", "noise_multiplier")
-    plan = Plan.from_json([{k: v for k, v in line.items() if k not in computed} for line in lines])
-    multipliers = {line["noise_multiplier"] / line["noise_ratio"] for line in lines}
-    multiplier = min(multipliers)
-    if max(multipliers) - multiplier > 1e-9 * multiplier:
-        raise VerificationFailed("the noise multipliers of the releases contradict each other")
+    plan, multiplier = _plan_and_noise(certificate)
     for line in lines:
         if line["made"] > line["count"]:
             raise VerificationFailed(f"release {line['name']} was made more often than planned")
@@ -249,6 +244,28 @@ def _check_epsilon(certificate: Certificate) -> float:
             f"{target:g} is certified"
         )
     return epsilon
+
+
+def _plan_and_noise(certificate: Certificate) -> tuple[Plan, float]:
+    lines = certificate.content["releases"]
+    computed = ("made", "bounds", "noise_multiplier")
+    plan = Plan.from_json([{k: v for k, v in line.items() if k not in computed} for line in lines])
+    multipliers = {line["noise_multiplier"] / line["noise_ratio"] for line in lines}
+    multiplier = min(multipliers)
+    if max(multipliers) - multiplier > 1e-9 * multiplier:
+        raise VerificationFailed("the noise multipliers of the releases contradict each other")
+    return plan, multiplier
+
+
+def epsilon_after(certificate: Certificate, made: Mapping[str, int]) -> float:
+    """Return the epsilon of a part of a run's releases, at the certificate's delta."""
+    if not certificate.has_guarantee:
+        return math.inf
+    plan, multiplier = _plan_and_noise(certificate)
+    lines = tuple(replace(line, count=made[line.name]) for line in plan if made.get(line.name))
+    guarantee = certificate.content["guarantee"]
+    accounted = guarantee["delta_split"]["accounted"]
+    return epsilon_of(Plan(lines), multiplier, accounted, guarantee["accountant"]) if lines else 0.0
 
 
 def _check_origin(certificate: Certificate, ledger: Ledger) -> None:

@@ -29,6 +29,7 @@ from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
 from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
+from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
 
 State = Mapping[str, Tensor | Mapping[str, Tensor]]
@@ -40,10 +41,14 @@ SPENT_STEPS = 10
 
 @dataclass(frozen=True)
 class Pace:
-    """When to commit, and whether to stop."""
+    """When to commit, whether to stop, and how often to keep the set as it is so far."""
 
     seconds: float = 5.0
     should_stop: Callable[[], bool] = lambda: False
+    snapshots: int = 0
+    """Over the whole plan."""
+    keep: Callable[[Mapping[str, int], SyntheticSet], None] = lambda made, synthetic: None
+    """Gets the releases made until then, and the set."""
 
 
 class Curator(Sealed):
@@ -51,7 +56,8 @@ class Curator(Sealed):
 
     __slots__ = (
         "_answered", "_blocks", "_bounds", "_committed_at", "_engine", "_group", "_offered",
-        "_pace", "_randomness", "_records", "_spent", "calibration", "engine", "facts", "plan",
+        "_pace", "_part_kept", "_randomness", "_records", "_spent", "calibration", "engine",
+        "facts", "plan",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +85,7 @@ class Curator(Sealed):
         self._bounds = {line.name: set(remembered.get(line.name, ())) for line in plan}
         self._spent: dict[tuple[int, ...], float] = {}
         self._committed_at = time.monotonic()
+        self._part_kept = self._part()
 
     # Releases
 
@@ -181,22 +188,37 @@ class Curator(Sealed):
                 state[name] = self._here(tensor)
         return saved.step, state
 
-    def checkpoint(self, step: int, state: State) -> None:
+    def checkpoint(
+        self, step: int, state: State, so_far: Callable[[], SyntheticSet] | None = None
+    ) -> None:
         """Offer a point to continue from: committed every few seconds, at a stop, and at the end.
+
+        Args:
+            step: steps done.
+            state: what to continue with.
+            so_far: makes the set as it would be if the run ended here, for a snapshot.
 
         Raises:
             Interrupted: a signal asked to stop; everything up to here is committed.
         """
         should_stop = self._group.agrees(self._pace.should_stop())
         is_due = time.monotonic() - self._committed_at >= self._pace.seconds
+        is_worth_a_snapshot = so_far is not None and self._part() > self._part_kept
         self._offered = (step, state)
-        if should_stop or is_due or self.is_exhausted:
+        if should_stop or is_due or is_worth_a_snapshot or self.is_exhausted:
             self._commit_offered()
+        if so_far and is_worth_a_snapshot:  # committed, so it may be kept
+            self._part_kept = self._part()
+            self._pace.keep(self.made(), so_far())
         if should_stop:
             raise Interrupted(
                 f"stopped after {self.released} of {self.plan.total} releases, all committed; "
                 "run the same command with --resume to continue"
             )
+
+    def _part(self) -> int:
+        """Return how many of the parts between snapshots are done."""
+        return self._pace.snapshots * self._blocks.released.total() // self.plan.total
 
     def _commit_offered(self) -> None:
         """Commit the open block, if there is one, with the state that was offered after it."""
