@@ -8,6 +8,7 @@ import math
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,6 +73,8 @@ class Request:
     preset: str = "auto"
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    snapshots: int = 0
+    """How many sets to keep on the way, for a curve of accuracy against epsilon."""
     allow_large_delta: bool = False
 
     def budget(self) -> Budget:
@@ -102,8 +105,6 @@ class Job:
     """Where the records came from and how they were read, for evaluation to read them again."""
     resume: bool
     group: Group = ALONE
-    snapshots: int = 0
-    """How many sets to keep on the way, for a curve of accuracy against epsilon."""
 
     def run(self, progress: Progress, stop: StopRequest | None = None) -> Result:
         """Do it, whole or resumable; signals ask it to stop, or whoever holds `stop`."""
@@ -123,7 +124,7 @@ class Job:
                     method=asked.method,
                     pace=Pace(
                         should_stop=should_stop,
-                        snapshots=self.snapshots,
+                        snapshots=asked.snapshots,
                         keep=lambda made, synthetic: self.directory.keep_snapshot(
                             made, synthetic.to_bytes()
                         ),
@@ -245,9 +246,11 @@ def _describe(curator: Curator, configured: Configured) -> str:
 
 
 class StopRequest:
-    """Whether a signal asked to stop. A second one stops at once, without a commit."""
+    """Whether to stop: a signal asked to, or time is up. A second signal stops at once."""
 
     signal = 0
+    deadline = math.inf
+    """By `time.monotonic`."""
 
     def handle(self, number: int, _: Any) -> None:
         """Take a signal."""
@@ -257,7 +260,7 @@ class StopRequest:
 
     def __call__(self) -> bool:
         """Say whether to stop."""
-        return bool(self.signal)
+        return bool(self.signal) or time.monotonic() > self.deadline
 
 
 @contextlib.contextmanager

@@ -85,10 +85,10 @@ def synthesize(
     ledger: Ledger | str | Path | None = None,
     resume: bool = False,
     terms: RegistrationTerms | None = None,
-    snapshots: int = 0,
     device: str = "auto",
     compile: bool = True,
     progress: Progress | None = None,
+    stop: StopRequest | None = None,
     **request: Any,
 ) -> Result:
     """Make a synthetic stand-in for a private data set, and its certificate.
@@ -99,12 +99,13 @@ def synthesize(
         ledger: path of the ledger; by default the user's.
         resume: go on with an unfinished run, asked for with the same arguments.
         terms: how to register a data set that the ledger does not know yet.
-        snapshots: how many sets to keep on the way, in `private/`, to see how it converged.
         device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
         compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
+        stop: asked whether to stop at the next committed block; by default signals are.
         **request: fields of `Request`: `method`, `epsilon`, `delta`, `accountant`, `preset`,
-            `settings` (of the method), `seed`, `allow_large_delta`.
+            `settings` (of the method), `seed`, `snapshots` (how many sets to keep on the way, in
+            `private/`, to see how it converged), `allow_large_delta`.
 
     Under `torchrun` every process calls this; each holds a share of the units, rank 0 writes, and
     all return the result.
@@ -153,9 +154,8 @@ def synthesize(
                 origin=_origin(records),
                 resume=resume,
                 group=group,
-                snapshots=snapshots,
             )
-            return job.run(report)
+            return job.run(report, stop)
 
 
 def synthesize_all(

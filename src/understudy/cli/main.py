@@ -31,6 +31,7 @@ COMMANDS = {
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
     "ledger": "Show what was spent on each data set.",
     "fetch": "Get a known public data set, such as mnist.",
+    "reproduce": "Make a paper's table again, measured beside published.",
     "methods": "List the methods, or the settings of one.",
 }
 WITH_METHOD_SETTINGS = ("generate", "plan")

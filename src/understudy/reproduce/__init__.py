@@ -1,0 +1,1 @@
+"""Tables of papers, made again: declarative experiments, and one executor for all of them."""

@@ -1,0 +1,215 @@
+"""Do what an experiment says: make its sets, measure them, keep each number as soon as it is there.
+
+Only missing numbers are computed. An unfinished run goes on from its last committed block, so a
+table can grow over many calls on a borrowed machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from understudy import __version__
+from understudy.data.images import LabelledImages
+from understudy.errors import Interrupted, InvalidData
+from understudy.evaluation.downstream import Protocol
+from understudy.files import make_directory, write_file, write_json
+from understudy.job import Result, StopRequest, stop_signals
+from understudy.pipeline import evaluate, load_data, load_result, synthesize
+from understudy.progress import Progress
+from understudy.provenance import commit, device_name, forget_peak_memory, peak_memory
+from understudy.reproduce import tables
+from understudy.reproduce.experiment import Experiment, PlannedRun
+from understudy.runs import RunDirectory, partial
+
+FORMAT = 1
+NO_COST: dict[str, Any] = {"seconds": [], "peak_gib": None}
+Cell = dict[str, Any]
+"""A measured number with everything it takes to make it again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an experiment is done."""
+
+    work: Path
+    """Runs and their ledger; experiments that need the same run share it."""
+    results: Path
+    """The table: NAME.json, NAME.md, NAME.html."""
+    data_dir: str | None = None
+    device: str = "auto"
+    compile: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far an experiment has got."""
+
+    cells: list[Cell]
+    missing: int
+    files: list[Path]
+
+
+def reproduce(
+    experiment: Experiment,
+    place: Place,
+    *,
+    only: Sequence[str] = (),
+    minutes: float | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Compute what is missing of `experiment` and write its table.
+
+    Args:
+        experiment: what to do.
+        place: where.
+        only: compute only runs whose name contains one of these.
+        minutes: stop, to be continued, after about this long.
+        progress: where to report.
+    """
+    report = progress or Progress()
+    kept = Kept(experiment, place.results)
+    wanted = [run for run in experiment.runs if not only or any(part in run.name for part in only)]
+    make_directory(place.work)
+    with stop_signals() as stop:
+        if minutes is not None:
+            stop.deadline = time.monotonic() + 60 * minutes
+        executor = _Executor(experiment, place, kept, stop, report)
+        for run in wanted:
+            if not kept.lacks(run) or stop():
+                continue
+            try:
+                executor.complete(run)
+            except Interrupted:
+                report.say(f"{run.name} is not finished; the same command goes on with it")
+    return Outcome(kept.cells, sum(map(kept.lacks, experiment.runs)), kept.write())
+
+
+class Kept:
+    """The numbers of an experiment that are there already."""
+
+    def __init__(self, experiment: Experiment, results: Path) -> None:
+        self.experiment, self.results = experiment, results
+        suffix = "" if experiment.scale == "full" else f"-{experiment.scale}"
+        self._file = results / f"{experiment.name}{suffix}.json"
+        self.cells: list[Cell] = []
+        if self._file.exists():
+            content = json.loads(self._file.read_bytes())
+            if content.get("format") != FORMAT:
+                raise InvalidData(
+                    f"{self._file} was written by another version of understudy; move it away"
+                )
+            planned = {run.name for run in experiment.runs}
+            self.cells = [cell for cell in content["cells"] if cell["run"] in planned]
+
+    def lacks(self, run: PlannedRun) -> bool:
+        """Whether a number of `run` is missing."""
+        return any(self.lacks_model(run, model) for model in self.experiment.measure.models)
+
+    def lacks_model(self, run: PlannedRun, model: str) -> bool:
+        """Whether this model was not yet trained on the set of `run`."""
+        return not any(c["run"] == run.name and c["model"] == model for c in self.cells)
+
+    def add(self, cell: Cell) -> None:
+        """Keep a number, at once."""
+        self.cells.append(cell)
+        self.write()
+
+    def write(self) -> list[Path]:
+        """Write the table in its three forms; return the files."""
+        make_directory(self.results)
+        order = {run.name: number for number, run in enumerate(self.experiment.runs)}
+        cells = sorted(self.cells, key=lambda cell: order[cell["run"]])
+        write_json(self._file, {"format": FORMAT, "cells": cells})
+        files = [self._file]
+        for suffix, render in ((".md", tables.markdown), (".html", tables.html)):
+            files.append(self._file.with_suffix(suffix))
+            write_file(files[-1], render(self.experiment, cells).encode())
+        return files
+
+
+@dataclass(frozen=True)
+class _Executor:
+    experiment: Experiment
+    place: Place
+    kept: Kept
+    stop: StopRequest
+    report: Progress
+
+    def complete(self, run: PlannedRun) -> None:
+        """Compute the numbers of `run` that are missing."""
+        self.report.say(run.name)
+        data = load_data(run.data, progress=self.report, data_dir=self.place.data_dir)
+        result, cost = self._made(run, data)
+        certificate = result.certificate
+        about = {
+            "run": run.name,
+            **run.fields(),
+            **cost,
+            "certified_epsilon": certificate.epsilon,
+            "releases": sum(line["made"] for line in certificate.content["releases"]),
+            "device": device_name(),
+            "torch": torch.__version__,
+            "understudy": __version__,
+            "commit": commit(),
+        }
+        for model in self.experiment.measure.models:
+            if self.stop():
+                return
+            if self.kept.lacks_model(run, model):
+                self.kept.add(about | self._measured(result, data, model))
+
+    def _made(self, run: PlannedRun, data: LabelledImages) -> tuple[Result, dict[str, Any]]:
+        """Return the run's result, made now or before, and what making it took."""
+        out, notes = self.place.work / run.name, self.place.work / f"{run.name}.cost.json"
+        cost = json.loads(notes.read_bytes()) if notes.exists() else NO_COST
+        if RunDirectory(out).is_finished:
+            return load_result(out), cost
+        forget_peak_memory()
+        started = time.perf_counter()
+        try:
+            result = synthesize(
+                data,
+                **run.request(),
+                out=out,
+                ledger=self._ledger,
+                resume=partial(out).exists(),
+                device=self.place.device,
+                compile=self.place.compile,
+                stop=self.stop,
+                progress=self.report,
+            )
+        finally:
+            seconds = round(time.perf_counter() - started, 1)
+            peaks = [peak for peak in (cost["peak_gib"], peak_memory()) if peak is not None]
+            cost = {"seconds": [*cost["seconds"], seconds], "peak_gib": max(peaks, default=None)}
+            write_json(notes, cost)
+        return result, cost
+
+    def _measured(self, result: Result, data: LabelledImages, model: str) -> dict[str, Any]:
+        """Train `model` on the set, and on what was kept on the way if the experiment says so."""
+        measure, started = self.experiment.measure, time.perf_counter()
+        found = evaluate(
+            result.directory,
+            test=data,
+            ledger=self._ledger,
+            protocol=Protocol(networks=measure.seeds, **measure.options),
+            device=self.place.device,
+            compile=self.place.compile,
+            progress=self.report,
+        )
+        return {
+            "model": model,
+            "accuracies": list(found.accuracies),
+            "evaluation_seconds": round(time.perf_counter() - started, 1),
+        }
+
+    @property
+    def _ledger(self) -> Path:
+        return self.place.work / "ledger.sqlite"

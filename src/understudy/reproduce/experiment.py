@@ -1,0 +1,170 @@
+"""What an experiment file says: which sets to make, how to measure them, what was published.
+
+[runs.NAME]      fields of a run; a list stands for one run with each of its elements
+[measure]        protocol, models and seeds of the evaluation
+[[published]]    a number of the paper, and the fields of the cell that it belongs to
+[table]          which fields make the lines, and which one the columns
+[smoke]          what `--scale smoke` replaces
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, Literal
+
+from understudy.data.catalogue import suggestion
+from understudy.errors import InvalidSettings
+
+Scale = Literal["full", "smoke"]
+OF_RUN = (
+    "method",
+    "data",
+    "epsilon",
+    "delta",
+    "preset",
+    "accountant",
+    "seed",
+    "snapshots",
+    "variant",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A set to make."""
+
+    method: str
+    data: str
+    epsilon: float
+    delta: float = 1e-5
+    preset: str = "auto"
+    accountant: str = "pld"
+    seed: int = 0
+    snapshots: int = 0
+    variant: str = ""
+    """What is special about its settings, in words."""
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return a name for its directory, the same whenever it is the same run."""
+        given = [f"{key}{value}" for key, value in self.settings]
+        given += [f"snapshots{self.snapshots}"] if self.snapshots else []
+        parts = [self.data, self.method, self.preset, f"eps{self.epsilon:g}", *given]
+        return re.sub(r"[^\w.=-]+", "_", "-".join([*parts, f"seed{self.seed}"]))
+
+    def request(self) -> dict[str, Any]:
+        """Return what to ask `synthesize` for."""
+        asked = {name: getattr(self, name) for name in OF_RUN if name not in ("data", "variant")}
+        return asked | {"settings": dict(self.settings)}
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a table can refer to."""
+        own = {name: getattr(self, name) for name in OF_RUN}
+        return own | dict(self.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """How the sets are evaluated."""
+
+    protocol: str = "psg"
+    models: tuple[str, ...] = ("convnet",)
+    seeds: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    convergence: bool = False
+    """Whether to evaluate the snapshots too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The form of the table."""
+
+    rows: tuple[str, ...]
+    columns: str = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A table or figure to make."""
+
+    name: str
+    title: str
+    source: str
+    about: str
+    runs: tuple[PlannedRun, ...]
+    measure: Measure
+    table: Layout
+    published: tuple[Mapping[str, Any], ...]
+    scale: Scale
+
+    def published_for(self, cell: Mapping[str, Any]) -> float | None:
+        """Return the published accuracy, in %, of the cell with these fields."""
+        for entry in self.published:
+            if all(cell.get(key) == value for key, value in entry.items() if key != "accuracy"):
+                return float(entry["accuracy"])
+        return None
+
+
+def names() -> list[str]:
+    """List the experiments."""
+    folder = resources.files("understudy.reproduce") / "experiments"
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith("toml"))
+
+
+def load_experiment(name: str, scale: Scale = "full") -> Experiment:
+    """Read the experiment called `name`."""
+    if name not in names():
+        raise InvalidSettings(
+            f"there is no experiment '{name}'{suggestion(name, names())}; known: "
+            f"{', '.join(names())}"
+        )
+    file = resources.files("understudy.reproduce") / "experiments" / f"{name}.toml"
+    content = tomllib.loads(file.read_text())
+    changed = content.get("smoke", {}) if scale == "smoke" else {}
+    measure = content.get("measure", {}) | changed.get("measure", {})
+    runs = [
+        run
+        for group in content["runs"].values()
+        for run in _expanded(group | _without_settings(changed), changed.get("settings", {}))
+    ]
+    return Experiment(
+        name=name,
+        title=content["title"],
+        source=content["source"],
+        about=" ".join(content.get("about", "").split()),
+        runs=tuple(dict.fromkeys(runs)),  # at a small scale some may be the same
+        measure=Measure(**measure | {"models": tuple(measure.get("models", ("convnet",)))}),
+        table=Layout(**content["table"] | {"rows": tuple(content["table"]["rows"])}),
+        published=() if scale == "smoke" else tuple(content.get("published", ())),
+        scale=scale,
+    )
+
+
+def _without_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in changed.items() if key not in ("settings", "measure")}
+
+
+def _expanded(group: Mapping[str, Any], forced: Mapping[str, Any]) -> Iterator[PlannedRun]:
+    """Yield a run for each combination of the listed values."""
+    fields = {key: value for key, value in group.items() if key != "settings"}
+    unknown = set(fields) - set(OF_RUN)
+    if unknown:
+        raise InvalidSettings(
+            f"an experiment has runs with {', '.join(sorted(unknown))}, expected "
+            f"{', '.join(OF_RUN)} or settings"
+        )
+    settings = {**group.get("settings", {}), **forced}
+    axes = {**fields, **{f"settings.{key}": value for key, value in settings.items()}}
+    choices = [value if isinstance(value, list) else [value] for value in axes.values()]
+    for chosen in itertools.product(*choices):
+        values = dict(zip(axes, chosen, strict=True))
+        own = {key: value for key, value in values.items() if not key.startswith("settings.")}
+        given = {key.partition(".")[2]: values[key] for key in values if key not in own}
+        own["epsilon"] = float(own["epsilon"])
+        yield PlannedRun(**own, settings=tuple(sorted(given.items())))

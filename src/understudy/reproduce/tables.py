@@ -1,0 +1,192 @@
+"""An experiment's numbers as Markdown and as a page: measured beside published."""
+
+from __future__ import annotations
+
+import html as escaping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from understudy.reproduce.experiment import Experiment
+
+Cell = Mapping[str, Any]
+NOT_COMPARABLE = (
+    "Scale smoke: tiny settings on built-in data, to see that everything works. The numbers say "
+    "nothing about the method and are not comparable with published ones."
+)
+WORDS = {"images_per_class": "images per class", "fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of texts."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def plain(self) -> Grid:
+        """Return it without Markdown."""
+        return Grid(self.columns, [[text.replace("**", "") for text in row] for row in self.rows])
+
+
+def accuracies(experiment: Experiment, cells: Sequence[Cell]) -> Grid:
+    """Lay out measured and published accuracies as the experiment says."""
+    layout, shown = experiment.table, _shown(experiment, cells)
+    columns = sorted({cell[layout.columns] for cell in shown}, key=_order)
+    lines: dict[tuple[Any, ...], dict[Any, list[Cell]]] = {}
+    for cell in shown:
+        line = tuple(cell.get(name, "") for name in layout.rows)
+        lines.setdefault(line, {}).setdefault(cell[layout.columns], []).append(cell)
+    heads = [_word(name) for name in layout.rows]
+    heads += [f"{_word(layout.columns)} {_word(value)}" for value in columns]
+    rows = [
+        [*(_word(value) for value in line), *(_text(found.get(value, [])) for value in columns)]
+        for line, found in sorted(lines.items(), key=lambda item: [_order(v) for v in item[0]])
+    ]
+    return Grid(heads, rows)
+
+
+def _shown(experiment: Experiment, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells with what was published for each, and published numbers without a cell."""
+    shown: list[Cell] = [
+        {**cell, "published": experiment.published_for(cell), "measured": 100 * mean}
+        for cell in cells
+        for mean in [fmean(cell["accuracies"])]
+    ]
+    for entry in experiment.published:
+        fields = {key: value for key, value in entry.items() if key != "accuracy"}
+        if not any(all(cell.get(k) == v for k, v in fields.items()) for cell in shown):
+            shown.append({**fields, "published": entry["accuracy"], "preset": ""})
+    return [cell for cell in shown if experiment.table.columns in cell]
+
+
+def _text(cells: Sequence[Cell]) -> str:
+    """Write the mean over sets, its spread if there are several, and the published number."""
+    if not cells:
+        return ""
+    published = cells[0]["published"]
+    beside = "" if published is None else f"published {published:.1f}"
+    values = [cell["measured"] for cell in cells if "measured" in cell]
+    if not values:
+        return beside
+    spread = f" ± {pstdev(values):.1f}" if len(values) > 1 else ""
+    return f"**{fmean(values):.1f}**{spread}" + (f" ({beside})" if beside else "")
+
+
+def provenance(cells: Sequence[Cell]) -> Grid:
+    """Say of each number how it came about."""
+    columns = (
+        "run", "model", "accuracies, %", "certified epsilon", "releases", "seconds", "peak GiB",
+        "device", "torch", "commit",
+    )  # fmt: skip
+    rows = [
+        (
+            cell["run"], cell["model"],
+            " / ".join(f"{100 * value:.1f}" for value in cell["accuracies"]),
+            f"{cell['certified_epsilon']:.4f}", str(cell["releases"]),
+            f"{sum(cell['seconds']):.0f}", str(cell["peak_gib"] or "-"),
+            cell["device"], cell["torch"], cell["commit"],
+        )
+        for cell in cells
+    ]  # fmt: skip
+    return Grid(columns, rows)
+
+
+def curves(cells: Sequence[Cell]) -> Grid:
+    """List accuracy against the epsilon spent, where it was measured."""
+    rows = [
+        (
+            cell["run"], cell["model"], f"{point['epsilon']:.2f}", str(point["releases"]),
+            f"{100 * point['mean']:.1f} ± {100 * point['std']:.1f}",
+        )
+        for cell in cells
+        for point in cell.get("curve", ())
+    ]  # fmt: skip
+    return Grid(("run", "model", "epsilon spent", "releases", "accuracy, %"), rows)
+
+
+def _sections(experiment: Experiment, cells: Sequence[Cell]) -> list[tuple[str, Grid]]:
+    sections = [("Test accuracy, %", accuracies(experiment, cells))]
+    if any("curve" in cell for cell in cells):
+        sections.append(("On the way", curves(cells)))
+    return [*sections, ("How each number came about", provenance(cells))]
+
+
+def _notes(experiment: Experiment) -> list[str]:
+    notes = [experiment.about, f"Published: {experiment.source}."] if experiment.published else []
+    how = (
+        "Mean over the sets of all seeds, ± their standard deviation where there are several; "
+        f"{experiment.measure.seeds} evaluation networks per set (protocol "
+        f"{experiment.measure.protocol}). Seconds are wall-clock, with compilation, summed over "
+        f"resumed calls, without evaluation. Written by `understudy reproduce {experiment.name}`."
+    )
+    notes = [*(notes or [experiment.about]), how]
+    return [NOT_COMPARABLE, *notes] if experiment.scale == "smoke" else notes
+
+
+def markdown(experiment: Experiment, cells: Sequence[Cell]) -> str:
+    """Write the table as Markdown."""
+    lines = [f"# {experiment.title}", ""]
+    for note in _notes(experiment):
+        lines += [note, ""]
+    for heading, grid in _sections(experiment, cells):
+        lines += [f"## {heading}", "", "| " + " | ".join(grid.columns) + " |"]
+        lines += ["|" + "---|" * len(grid.columns)]
+        lines += ["| " + " | ".join(row) + " |" for row in grid.rows] + [""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif }}
+body {{ max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
+.scroll {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #8886 }}
+</style></head>
+<body><main><h1>{title}</h1>
+{body}
+</main></body></html>
+"""
+
+
+def html(experiment: Experiment, cells: Sequence[Cell]) -> str:
+    """Write the table as a page that stands alone."""
+    parts = [f"<p>{escaping.escape(note)}</p>" for note in _notes(experiment)]
+    for heading, grid in _sections(experiment, cells):
+        head = "".join(f'<th scope="col">{escaping.escape(name)}</th>' for name in grid.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_inline(text)}</td>" for text in row) + "</tr>"
+            for row in grid.rows
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        label = escaping.escape(heading)
+        parts.append(
+            f'<h2>{label}</h2><div class="scroll" tabindex="0" role="region" '
+            f'aria-label="{label}">{table}</div>'
+        )
+    return PAGE.format(title=escaping.escape(experiment.title), body="\n".join(parts))
+
+
+def _inline(text: str) -> str:
+    """Escape, and turn the one piece of Markdown that cells use into HTML."""
+    first, *rest = escaping.escape(text).split("**")
+    return first + "".join(
+        f"<strong>{part}</strong>" if number % 2 == 0 else part for number, part in enumerate(rest)
+    )
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return WORDS.get(value, str(value)) if isinstance(value, str) else str(value)
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Sort numbers as numbers and names as names."""
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))

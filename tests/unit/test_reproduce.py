@@ -1,0 +1,166 @@
+"""Experiments: what their files say, and an executor that never computes a number twice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from understudy.errors import InvalidData, InvalidSettings
+from understudy.methods import load_method
+from understudy.methods.method import configure
+from understudy.privacy.plan import PublicFacts
+from understudy.reproduce import executor, tables
+from understudy.reproduce.executor import Place, reproduce
+from understudy.reproduce.experiment import Layout, Measure, PlannedRun, load_experiment, names
+
+FACTS = PublicFacts(
+    units=60_000, class_names=tuple("0123456789"), shape=(1, 28, 28), mean=(0.1,), std=(0.3,)
+)
+TINY = (
+    ("batch", 40), ("batches", 1), ("images_per_class", 1), ("inner", 1), ("outer", 2),
+    ("rounds", 1), ("width", 2),
+)  # fmt: skip
+
+
+def tiny_experiment(**changes):
+    run = PlannedRun(
+        method="psg", data="digits", epsilon=8.0, preset="small", accountant="renyi", settings=TINY
+    )
+    experiment = replace(
+        load_experiment("psg-headline", "smoke"),
+        runs=(run, replace(run, seed=1)),
+        measure=Measure(seeds=2, options={"epochs": 1, "width": 2}),
+        published=({"data": "digits", "epsilon": 8, "accuracy": 81.5},),
+    )
+    return replace(experiment, **changes)
+
+
+@pytest.mark.parametrize("scale", ["full", "smoke"])
+@pytest.mark.parametrize("name", names())
+def test_every_experiment_can_be_run(name, scale):
+    experiment = load_experiment(name, scale)
+    assert experiment.runs
+    assert len({run.name for run in experiment.runs}) == len(experiment.runs)
+    for run in experiment.runs:
+        configured = configure(
+            load_method(run.method), FACTS, run.epsilon, preset=run.preset,
+            settings=dict(run.settings),
+        )  # fmt: skip
+        assert configured.config
+        assert set(experiment.table.rows) <= set(run.fields())
+        assert experiment.table.columns in {*run.fields(), "model"}
+
+
+@pytest.mark.parametrize("name", [n for n in names() if load_experiment(n).published])
+def test_every_published_number_of_a_method_of_ours_belongs_to_a_run(name):
+    experiment = load_experiment(name)
+    cells = [
+        run.fields() | {"model": m} for run in experiment.runs for m in experiment.measure.models
+    ]
+    for entry in experiment.published:
+        if entry.get("method", "psg") == "psg":
+            assert any(experiment.published_for(cell) == entry["accuracy"] for cell in cells), entry
+
+
+def test_a_list_stands_for_one_run_with_each_of_its_elements():
+    runs = load_experiment("psg-table-2").runs
+    assert {(r.data, r.preset, dict(r.settings)["images_per_class"]) for r in runs} == {
+        (data, preset, count)
+        for data in ("mnist", "fashion-mnist")
+        for preset in ("best", "paper")
+        for count in (10, 20)
+    }
+
+
+def test_unknown_experiments_are_refused():
+    with pytest.raises(InvalidSettings, match="did you mean psg-table-1"):
+        load_experiment("psg-table1")
+
+
+def test_only_missing_numbers_are_computed(tmp_path, monkeypatch):
+    experiment = tiny_experiment()
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    made = []
+    original = executor.synthesize
+
+    def counted(*args, **kwargs):
+        made.append(kwargs["out"].name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(executor, "synthesize", counted)
+    first, second = (run.name for run in experiment.runs)
+    outcome = reproduce(experiment, place, only=["seed1"])
+    assert made == [second]
+    assert outcome.missing == 1
+    outcome = reproduce(experiment, place)
+    assert made == [second, first]
+    assert outcome.missing == 0
+    assert [cell["seed"] for cell in outcome.cells] == [1, 0]
+    reproduce(experiment, place)
+    assert made == [second, first]
+
+    # A table that needs the same run finds it; only the number is computed.
+    other = reproduce(replace(experiment, name="other"), place)
+    assert made == [second, first]
+    assert len(other.cells) == 2
+
+    content = json.loads((tmp_path / "results" / "psg-headline-smoke.json").read_text())
+    assert [cell["run"] for cell in content["cells"]] == [first, second]
+    for cell in content["cells"]:
+        assert cell["device"]
+        assert cell["commit"]
+        assert len(cell["accuracies"]) == 2
+        assert cell["certified_epsilon"] <= 8
+
+
+def test_time_that_is_up_stops_at_a_committed_block(tmp_path):
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    outcome = reproduce(tiny_experiment(), place, minutes=0)
+    assert (outcome.missing, outcome.cells) == (2, [])
+    assert reproduce(tiny_experiment(), place).missing == 0
+
+
+def test_results_of_another_version_are_refused(tmp_path):
+    (tmp_path / "psg-headline-smoke.json").write_text(json.dumps({"format": 0}))
+    with pytest.raises(InvalidData, match="another version"):
+        reproduce(tiny_experiment(), Place(work=tmp_path, results=tmp_path))
+
+
+def cell(**fields):
+    known = {
+        "run": "r", "model": "convnet", "certified_epsilon": 1.0, "releases": 1, "seconds": [1.0],
+        "peak_gib": None, "device": "d", "torch": "t", "commit": "c",
+    }  # fmt: skip
+    return known | fields
+
+
+def test_measured_numbers_stand_beside_published_ones():
+    experiment = tiny_experiment(
+        table=Layout(rows=("data", "preset"), columns="epsilon"),
+        published=(
+            {"data": "mnist", "epsilon": 1, "accuracy": 78.6},
+            {"data": "mnist", "epsilon": 10, "accuracy": 94.9},
+        ),
+        scale="full",
+    )
+    cells = [
+        cell(data="mnist", preset="best", epsilon=1.0, accuracies=[0.8, 0.81], seed=0),
+        cell(data="mnist", preset="best", epsilon=1.0, accuracies=[0.82, 0.83], seed=1),
+    ]
+    grid = tables.accuracies(experiment, cells)
+    assert grid.columns == ["data", "preset", "epsilon 1", "epsilon 10"]
+    assert ["MNIST", "best", "**81.5** ± 1.0 (published 78.6)", ""] in grid.rows
+    assert ["MNIST", "", "", "published 94.9"] in grid.rows
+    assert "**81.5** ± 1.0 (published 78.6)" in tables.markdown(experiment, cells)
+    page = tables.html(replace(experiment, title="<b>"), cells)
+    assert "<strong>81.5</strong> ± 1.0" in page
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+
+
+def test_a_small_scale_says_that_it_is_not_comparable():
+    experiment = tiny_experiment()
+    assert "not comparable" in tables.markdown(experiment, [])
+    assert "not comparable" not in tables.markdown(replace(experiment, scale="full"), [])
