@@ -107,7 +107,7 @@ def measure(cell: Cell, data_dir: Path, work: Path) -> dict[str, object]:
         clock.write_text(json.dumps([*spent, round(time.perf_counter() - started, 1)]))
     memory = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
     started = time.perf_counter()
-    accuracy = understudy.evaluate(out, test=records, ledger=work / "ledger.sqlite")
+    (accuracy,) = understudy.evaluate(out, test=records, ledger=work / "ledger.sqlite")
     content = result.certificate.content
     return asdict(cell) | {
         "accuracies": list(accuracy.accuracies),

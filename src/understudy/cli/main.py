@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UnderstudyError, CycloptsError) as error:
         sys.exit(_report(tokens, error))
     except KeyboardInterrupt:
-        sys.exit(_report(tokens, UnderstudyError("stopped at once; see --resume"), 130))
+        goes_on = "--missing" if tokens[:1] == ["evaluate"] else "--resume"
+        sys.exit(_report(tokens, UnderstudyError(f"stopped at once; see {goes_on}"), 130))
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
