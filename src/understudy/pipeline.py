@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.data.catalogue import known_set
+from understudy.data.catalogue import CATALOGUE, known_set
 from understudy.data.fetch import fetch as fetch_known
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
@@ -392,14 +392,13 @@ def evaluate(
     known = run.metrics().get("utility", []) if wanted.missing else []
     found = []
     with _opened(ledger or _ledger_of(directory), create=received) as book:
+        vault = _training_vault(run, book, report) if wanted.ceiling else None
         real = _real_images(run, test, facts, book, report)
         check_fit(synthetic, real, facts)
         soft = synthetic.soft_labels if wanted.soft_labels else None
         sets = [TrainingSet(images=synthetic.images, labels=synthetic.labels, soft_labels=soft)]
-        if wanted.ceiling:
-            data, registered = _training_data(run, book, report)
-            purpose = f"ceiling of {run.path.name}"
-            seen = disclose_training_records(Vault(data, registered, book), book, purpose=purpose)
+        if vault is not None:
+            seen = disclose_training_records(vault, book, purpose=f"ceiling of {run.path.name}")
             sets.append(TrainingSet(images=seen.images, labels=seen.labels, what=REAL))
         evaluation = Evaluation(
             real=real, facts=facts, asked=wanted, engine=engine, progress=report
@@ -422,9 +421,11 @@ def _real_images(
         if not isinstance(given, LabelledImages):
             reading = Reading(**settings.get("reading", {}))
             how = Reading(
-                classes=facts.class_names, size=reading.size, channels=reading.channels,
+                classes=None if str(given) in CATALOGUE else facts.class_names,
+                size=reading.size,
+                channels=reading.channels,
                 skip_bad=reading.skip_bad,
-            )  # fmt: skip
+            )
             given = read_source(given, how, progress)
         names = given.class_names
         if names != facts.class_names[: len(names)]:
@@ -445,15 +446,13 @@ def _real_images(
     return disclose_hold_out(Vault(data, registered, ledger), ledger, purpose=purpose)
 
 
-def _training_data(
-    run: RunDirectory, ledger: Ledger, progress: Progress
-) -> tuple[LabelledImages, Registration]:
+def _training_vault(run: RunDirectory, ledger: Ledger, progress: Progress) -> Vault:
     """Read the data set that a run was made from, and find it in the ledger."""
     data = _source_of(run, progress, otherwise="leave out --ceiling")
     registered = registrations.find(ledger, data, name=run.settings()["data_set"])
     if registered is None:
         raise InvalidData(f"{run.settings()['source']} is not registered in {ledger.path}")
-    return data, registered
+    return Vault(data, registered, ledger)
 
 
 def _source_of(run: RunDirectory, progress: Progress, *, otherwise: str) -> LabelledImages:

@@ -75,7 +75,7 @@ def command(
         test=test,
         ledger=ledger,
         protocol=protocol,
-        models=None if models is None else tuple(m.strip() for m in models.split(",")),
+        models=models,
         ceiling=ceiling,
         missing=missing,
         **vars(training or TrainingOptions()),

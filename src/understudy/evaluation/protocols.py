@@ -6,7 +6,7 @@ Accuracy is always that of the last epoch. Nothing is selected on test data, eve
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -104,8 +104,8 @@ class Asked:
 
     protocol: str | None = None
     """A paper's protocol; by default the ConvNet of psg alone."""
-    models: tuple[str, ...] | None = None
-    """Models, of any protocol; by default those of the protocol."""
+    models: Sequence[str] | None = None
+    """Models, of any protocol, also as one text with commas; by default those of the protocol."""
     seeds: int | None = None
     """How often each model is trained; by default as the protocol says."""
     epochs: int | None = None
@@ -130,6 +130,9 @@ class Asked:
                 raise InvalidSettings(f"{name} is {value}, expected at least 1")
         if self.protocol is not None:
             _check_known("protocol", self.protocol, PROTOCOLS)
+        if isinstance(self.models, str):
+            names = tuple(name.strip() for name in self.models.split(","))
+            object.__setattr__(self, "models", names)
         for model in self.models or ():
             _check_known("model", model, MODELS)
             if model in NETWORKS and self._protocol.recipe is None:
