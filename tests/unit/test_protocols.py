@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from static import static_engine
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.evaluation import classical, downstream
 from understudy.evaluation.classical import CLASSICAL
@@ -108,6 +109,21 @@ def test_a_seed_does_not_depend_on_how_many_run_beside_it(model):
     assert len(set(among)) > 1
     (other,) = measured(train, hard, seeds=4, seed=1, **options)
     assert other.accuracies != among
+
+
+@pytest.mark.parametrize("model", ["convnet", "resnet9"])
+def test_side_by_side_and_captured_as_on_a_gpu_is_the_same(model, monkeypatch):
+    quick = Asked(models=[model], seeds=3, epochs=2, width=4)
+    evaluation = Evaluation(real=real(noise=0.9), facts=FACTS, asked=quick)
+    (in_turn,) = evaluation.run(training(noise=0.9))
+    monkeypatch.setattr(downstream, "SIDE_BY_SIDE", ("cpu",))
+    engine = static_engine(monkeypatch)
+    (beside,) = replace(evaluation, engine=engine).run(training(noise=0.9))
+    assert engine.compiled
+    assert not engine.said
+    assert beside.accuracies == in_turn.accuracies
+    assert beside.confusion == in_turn.confusion
+    assert len(set(beside.accuracies)) > 1
 
 
 def test_confusion_and_classes_add_up():

@@ -61,9 +61,8 @@ CLASSICAL = {
     "gradient-boosting": Classical(
         "sklearn.ensemble:GradientBoostingClassifier", {"subsample": 0.1, "n_estimators": 50}
     ),
-    "xgboost": Classical(
-        "xgboost:XGBClassifier",
-        {"colsample_bytree": 0.1, "objective": "multi:softprob", "n_estimators": 50},
+    "xgboost": Classical(  # which takes multi:softprob by itself where there are several classes
+        "xgboost:XGBClassifier", {"colsample_bytree": 0.1, "n_estimators": 50}
     ),
 }
 

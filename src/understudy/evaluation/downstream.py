@@ -29,6 +29,8 @@ from understudy.training.engine import Engine
 from understudy.training.sgd import Epochs, fit
 
 TEST_BATCH = 1000
+SIDE_BY_SIDE = ("cuda",)
+"""Kinds of devices that several networks are trained on at a time."""
 SYNTHETIC, REAL = "synthetic", "real"
 
 SAME = ("protocol", "model", "trained_on", "tested_on", "options")
@@ -213,8 +215,8 @@ class Evaluation:
         """Train a network once per seed; return what each predicts.
 
         A seed's network does not depend on how many others there are: on a CPU they are trained in
-        turn, on a GPU side by side, each on a stream of its own. (As one stacked model they would
-        take up to three times as long on a CPU, where convolutions by many filter sets are slow.)
+        turn, on a GPU side by side, each on a stream of its own. (One stacked model is slower on a
+        CPU, where convolutions by many sets of filters are slow, and rounds otherwise.)
         """
         asked, device, count = self.asked, self.engine.device, self.asked.seeds_of(model)
         network = classifier(model, self.facts.shape, self.facts.classes, width=asked.width)
@@ -246,7 +248,7 @@ class Evaluation:
         def bar(what: str) -> Epochs:
             return partial(self.progress.steps, what=what)
 
-        if device.type == "cuda" and count > 1:
+        if device.type in SIDE_BY_SIDE and count > 1:
             with ThreadPoolExecutor(count) as pool:
                 return list(pool.map(beside, range(count)))
         names = [f"{model}, seed {number + 1} of {count}" for number in range(count)]
