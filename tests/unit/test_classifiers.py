@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,11 @@ def test_parameters_are_as_many_as_the_papers(name, shape, expected):
 
 
 def test_every_network_was_counted():
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    for name in NETWORKS:
+        count = parameter_count(classifier(name, (1, 28, 28), 10).init(torch.Generator()))
+        assert f"{count:,}".replace(",", " ") in page
+        assert f"`{name}`" in page
     assert {name for name, *_ in SIZES} == set(MODULES)
     assert set(NETWORKS) == {"convnet", *MODULES}
 

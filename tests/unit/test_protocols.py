@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from understudy.privacy.disclosure import RealImages
 from understudy.privacy.plan import PublicFacts
 from understudy.progress import Progress
 from understudy.synthetic import SyntheticSet
+from understudy.training import sgd as sgd_module
 from understudy.training.sgd import SGD, fit
 
 FACTS = PublicFacts(units=100, class_names=("a", "b"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
@@ -165,6 +168,12 @@ def test_recipes_are_the_papers():
     assert len(Asked(protocol="psg").chosen_models(1)) == 6
 
 
+def test_protocols_and_models_are_documented():
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    for name in (*PROTOCOLS, *CLASSICAL):
+        assert f"`{name}`" in page
+
+
 def test_the_triangle_is_the_papers():
     sgd = Asked(protocol="dp-mepf").recipe(3, 5000).sgd
     steps = 98
@@ -210,6 +219,26 @@ def test_fit_takes_soft_labels_smoothing_and_schedules(smoothing, kind, peak_at)
     lrs = [0.0, 0.05, 0.1, 0.2 / 3, 0.1 / 3] if peak_at else [0.1, 0.1, 0.05, 0.05, 0.025]
     for part, expected in torch_trained(targets, smoothing, lrs).items():
         assert torch.allclose(trained[part], expected, atol=1e-6)
+
+
+def test_equal_steps_may_be_one_program(monkeypatch):
+    images, labels = stripes(20, seed=0)
+    network = ModuleNetwork("lenet", (1, 8, 8), 2)
+    params, trained, seen = network.init(torch.Generator().manual_seed(0)), [], []
+
+    def heard(epochs: range) -> Iterator[int]:
+        seen.extend(epochs)
+        return iter(epochs)
+
+    for most in (5, 4):
+        monkeypatch.setattr(sgd_module, "MOST_REPEATED", most)
+        how = SGD(lr=0.1, epochs=5, momentum=0.9, drop_at=(3,))
+        trained.append(
+            fit(network, params, images, labels, sgd=how, generator=torch.Generator(), epochs=heard)
+        )
+    assert seen == [0, 1, 2, 3, 4]  # once
+    for part in params:
+        assert torch.equal(trained[0][part], trained[1][part])
 
 
 def test_soft_labels_teach_and_can_be_left_out():
@@ -299,6 +328,7 @@ def test_bad_requests_are_refused_on_one_line(asked, says):
         ({}, {"labels": torch.full((200,), 2)}, "the test set has label 2"),
         ({"labels": torch.full((20,), -1)}, {}, "the synthetic set has no labels"),
         ({"labels": torch.full((20,), 2)}, {}, "the synthetic set has label 2"),
+        ({"images": torch.full((20, 1, 8, 8), torch.nan)}, {}, "NaN or infinite"),
     ],
 )
 def test_sets_that_do_not_fit_are_refused(synthetic, tested, says):

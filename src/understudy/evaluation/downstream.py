@@ -31,6 +31,7 @@ from understudy.training.sgd import Epochs, fit
 TEST_BATCH = 1000
 SIDE_BY_SIDE = ("cuda",)
 """Kinds of devices that several networks are trained on at a time."""
+MOST_BESIDE = 8
 SYNTHETIC, REAL = "synthetic", "real"
 
 SAME = ("protocol", "model", "trained_on", "tested_on", "options")
@@ -111,6 +112,11 @@ def check_fit(synthetic: SyntheticSet, real: RealImages, facts: PublicFacts) -> 
             "the synthetic set has no labels, so no classifier can be trained on it; make a set "
             "with a method that labels its images"
         )
+    if not bool(synthetic.images.isfinite().all()):
+        raise InvalidData(
+            "the synthetic set holds pixels that are NaN or infinite; make it again, with smaller "
+            "steps if the method has such a setting"
+        )
     if real.images.shape[1:] != synthetic.images.shape[1:]:
         raise InvalidData(
             f"test images have shape {tuple(real.images.shape[1:])}, the synthetic ones "
@@ -186,13 +192,9 @@ class Evaluation:
         return self.asked.recipe(self.facts.shape[0], len(train.labels) / self.facts.classes)
 
     def _measured(self, same: Mapping[str, Any], train: TrainingSet) -> Utility:
-        started, true, is_classical = (
-            time.perf_counter(),
-            self.real.labels,
-            same["model"] in CLASSICAL,
-        )
-        predict = self._classical if is_classical else self._network
-        predicted = predict(same["model"], train)
+        started, true, model = time.perf_counter(), self.real.labels, same["model"]
+        is_classical = model in CLASSICAL
+        predicted = (self._classical if is_classical else self._network)(model, train)
         confusion = torch.stack([self._confusion(found) for found in predicted]).sum(0)
         totals, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
         return Utility(
@@ -249,7 +251,7 @@ class Evaluation:
             return partial(self.progress.steps, what=what)
 
         if device.type in SIDE_BY_SIDE and count > 1:
-            with ThreadPoolExecutor(count) as pool:
+            with ThreadPoolExecutor(min(count, MOST_BESIDE)) as pool:
                 return list(pool.map(beside, range(count)))
         names = [f"{model}, seed {number + 1} of {count}" for number in range(count)]
         return [one(number, self.engine, bar(name)) for number, name in enumerate(names)]

@@ -16,6 +16,8 @@ from understudy.training.engine import Engine
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 Epochs = Callable[[range], Iterator[int]]
+MOST_REPEATED = 100
+"""Equal steps that become one program: more would make it large, and show no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +112,9 @@ def fit(
     engine = engine or Engine()
     state = (params, {n: torch.zeros_like(w) for n, w in params.items()} if sgd.momentum else {})
     step = SGDStep(network, sgd.momentum, sgd.weight_decay, sgd.label_smoothing)
-    if augment is None and len(images) <= sgd.batch and sgd.peak_at is None:
-        prepared = network.prepare(images)  # each epoch is the same step
+    is_one_step = augment is None and len(images) <= sgd.batch and sgd.peak_at is None
+    if is_one_step and sgd.epochs <= MOST_REPEATED:  # each epoch is the same step
+        prepared = network.prepare(images)
         for speed, equal in groupby(range(sgd.epochs), sgd.lr_at):
             lr = torch.full((), speed, device=images.device)  # torch.tensor would wait for a GPU
             state = engine.run(step, state, prepared, labels, lr, times=len(list(equal)))
