@@ -20,7 +20,6 @@ from scipy.stats import ttest_ind
 
 import understudy
 from common import RESULTS, commit, device_name
-from understudy.evaluation.downstream import Protocol
 
 SEEDS = range(5)
 
@@ -40,7 +39,7 @@ def measure(processes: int, seed: int) -> dict[str, object]:
         threads = str(max(1, torch.get_num_threads() // processes))
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": threads})
         certificate = understudy.load_result(folder / "run").certificate
-        accuracy = understudy.evaluate(folder / "run", protocol=Protocol(networks=2, epochs=300))
+        (accuracy,) = understudy.evaluate(folder / "run", seeds=2, epochs=300)
     return {
         "processes": processes,
         "seed": seed,

@@ -35,7 +35,7 @@ def measure(epsilon: float, seed: int) -> dict[str, object]:
             "digits", epsilon=epsilon, seed=seed, out=folder / "run", ledger=ledger
         )
         seconds = time.perf_counter() - started
-        accuracy = understudy.evaluate(folder / "run")
+        (accuracy,) = understudy.evaluate(folder / "run")
         if epsilon == 10 and seed == 0:
             PICTURE.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / "run" / "release" / "contact_sheet.png", PICTURE)

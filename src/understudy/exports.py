@@ -124,12 +124,14 @@ def _png(synthetic: SyntheticSet) -> Files:
 
 def _npz(synthetic: SyntheticSet) -> Files:
     buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        images=np.asarray(synthetic.images),
-        labels=np.asarray(synthetic.labels),
-        classes=np.array(synthetic.class_names),
-    )
+    arrays: dict[str, Any] = {
+        "images": np.asarray(synthetic.images),
+        "labels": np.asarray(synthetic.labels),
+        "classes": np.array(synthetic.class_names),
+    }
+    if synthetic.soft_labels is not None:
+        arrays["soft_labels"] = np.asarray(synthetic.soft_labels)
+    np.savez_compressed(buffer, **arrays)
     yield "synthetic.npz", buffer.getvalue()
 
 

@@ -13,13 +13,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.data.catalogue import known_set
+from understudy.data.catalogue import CATALOGUE, known_set
 from understudy.data.fetch import fetch as fetch_known
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
 from understudy.data.sources import read_source
 from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
-from understudy.evaluation.downstream import SAME, DownstreamAccuracy, Protocol, downstream_accuracy
+from understudy.evaluation.downstream import (
+    REAL,
+    SAME,
+    Evaluation,
+    TrainingSet,
+    Utility,
+    check_fit,
+)
+from understudy.evaluation.protocols import Asked
 from understudy.exports import Format, export_release
 from understudy.job import (
     Job,
@@ -35,7 +43,12 @@ from understudy.methods import load_method
 from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Verification
-from understudy.privacy.disclosure import RealImages, disclose_hold_out, disclose_test_set
+from understudy.privacy.disclosure import (
+    RealImages,
+    disclose_hold_out,
+    disclose_test_set,
+    disclose_training_records,
+)
 from understudy.privacy.group import is_in_group, joined
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import PublicFacts
@@ -124,10 +137,11 @@ def synthesize(
     True
     >>> understudy.verify(result.directory, ledger=True).files
     3
-    >>> quick = Protocol(networks=2, epochs=2, width=4)
-    >>> accuracy = understudy.evaluate(result.directory, protocol=quick)
-    >>> accuracy.test_images, len(accuracy.accuracies)
-    (359, 2)
+    >>> found = understudy.evaluate(
+    ...     result.directory, models=["mlp", "gaussian-nb"], epochs=2, seeds=2
+    ... )
+    >>> [(one.model, one.test_images, len(one.accuracies)) for one in found]
+    [('mlp', 359, 2), ('gaussian-nb', 359, 1)]
     """
     asked = Request(**request)
     asked.budget()  # refuses a bad epsilon or delta before anything else happens
@@ -351,41 +365,53 @@ def evaluate(
     *,
     test: Data | None = None,
     ledger: Ledger | str | Path | None = None,
-    protocol: Protocol | None = None,
     device: str = "auto",
     compile: bool = True,
     progress: Progress | None = None,
-) -> DownstreamAccuracy:
-    """Train networks on a run's set and test them on real records; the result goes to `private/`.
+    **asked: Any,
+) -> list[Utility]:
+    """Train classifiers on a run's set and test them on real records.
+
+    Each result goes to the run's `private/metrics.json` as soon as it is there.
 
     Args:
         directory: the run.
         test: test set; by default the registered hold-out, or a built-in set's own test split.
         ledger: where the reading of real records is recorded; by default the run's.
-        protocol: how to train.
         device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
         compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
+        **asked: fields of `Asked`: `protocol`, `models`, `seeds`, `epochs`, `width`, `seed`,
+            `subsample`, `soft_labels`, `ceiling`, `missing`.
     """
+    wanted = Asked(**asked)
     run, report = RunDirectory(Path(directory)), progress or Progress()
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     result = load_result(directory)
+    synthetic = result.synthetic
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
     # Whoever received a release has no ledger of it: the reading goes into a ledger of their own.
     received = not run.has_private_part
+    known = run.metrics().get("utility", []) if wanted.missing else []
+    found = []
     with _opened(ledger or _ledger_of(directory), create=received) as book:
+        vault = _training_vault(run, book, report) if wanted.ceiling else None
         real = _real_images(run, test, facts, book, report)
-        accuracy = downstream_accuracy(
-            result.synthetic,
-            real,
-            facts,
-            protocol=protocol or Protocol(),
-            engine=engine,
-            progress=report,
+        check_fit(synthetic, real, facts)
+        soft = synthetic.soft_labels if wanted.soft_labels else None
+        sets = [TrainingSet(images=synthetic.images, labels=synthetic.labels, soft_labels=soft)]
+        if vault is not None:
+            seen = disclose_training_records(vault, book, purpose=f"ceiling of {run.path.name}")
+            sets.append(TrainingSet(images=seen.images, labels=seen.labels, what=REAL))
+        evaluation = Evaluation(
+            real=real, facts=facts, asked=wanted, engine=engine, progress=report
         )
-    if (run.path / "private").is_dir():
-        run.record("utility", accuracy.to_json(), key=SAME)
-    return accuracy
+        for train in sets:
+            for utility in evaluation.run(train, known=known):
+                if (run.path / "private").is_dir():
+                    run.record("utility", utility.to_json(), key=SAME)
+                found.append(utility)
+    return found
 
 
 def _real_images(
@@ -393,23 +419,27 @@ def _real_images(
 ) -> RealImages:
     purpose = f"evaluate {run.path.name}"
     settings = run.settings() if run.has_private_part else {}
-    reading = Reading(**settings.get("reading", {}))
     if test is not None:
         given = test
         if not isinstance(given, LabelledImages):
+            reading = Reading(**settings.get("reading", {}))
             how = Reading(
-                classes=facts.class_names, size=reading.size, channels=reading.channels,
+                classes=None if str(given) in CATALOGUE else facts.class_names,
+                size=reading.size,
+                channels=reading.channels,
                 skip_bad=reading.skip_bad,
-            )  # fmt: skip
+            )
             given = read_source(given, how, progress)
+        names = given.class_names
+        if names != facts.class_names[: len(names)]:
+            raise InvalidData(
+                f"the test set has the classes {', '.join(names[:5])}, the data set "
+                f"{', '.join(facts.class_names[:5])}; expected the same, in the same order"
+            )
         known = registrations.find_exactly(ledger, given)
         number = known.id if known else None
         return disclose_test_set(given.test or given, ledger, data_set=number, purpose=purpose)
-    if not settings:
-        raise InvalidData(f"{run.path} has no private part; pass a test set with --test")
-    if not settings["source"]:
-        raise InvalidData("the run was made from arrays in memory; pass a test set with --test")
-    data = read_source(settings["source"], reading, progress)
+    data = _source_of(run, progress, otherwise="pass a test set with --test")
     registered = registrations.find(ledger, data, name=settings["data_set"])
     if data.test is not None:
         data_set = registered.id if registered else None
@@ -417,6 +447,24 @@ def _real_images(
     if registered is None:
         raise InvalidData(f"{settings['source']} is not registered in {ledger.path}")
     return disclose_hold_out(Vault(data, registered, ledger), ledger, purpose=purpose)
+
+
+def _training_vault(run: RunDirectory, ledger: Ledger, progress: Progress) -> Vault:
+    """Read the data set that a run was made from, and find it in the ledger."""
+    data = _source_of(run, progress, otherwise="leave out --ceiling")
+    registered = registrations.find(ledger, data, name=run.settings()["data_set"])
+    if registered is None:
+        raise InvalidData(f"{run.settings()['source']} is not registered in {ledger.path}")
+    return Vault(data, registered, ledger)
+
+
+def _source_of(run: RunDirectory, progress: Progress, *, otherwise: str) -> LabelledImages:
+    if not run.has_private_part:
+        raise InvalidData(f"{run.path} has no private part; {otherwise}")
+    settings = run.settings()
+    if not settings["source"]:
+        raise InvalidData(f"the run was made from arrays in memory; {otherwise}")
+    return read_source(settings["source"], Reading(**settings["reading"]), progress)
 
 
 def _release(directory: str | Path) -> Path:

@@ -21,6 +21,8 @@ from understudy.errors import InvalidData
 IMAGES_ARE = "`images` (float32, n x c x h x w, 0 black to 1 white)"
 SHEET_TILE = 56
 """Side that small images are enlarged to on a contact sheet, in pixels."""
+SUM_TOLERANCE = 1e-3
+"""How far the probabilities of an image's classes may be from adding up to 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +30,7 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     """Hold synthetic images (n, c, h, w), float32, and their labels (n,), int64.
 
     Pixels are 0 for black and 1 for white. Methods that optimise pixels freely may go beyond;
-    pictures show those as black or white.
+    pictures show those as black or white. Labels are -1 where a method makes none.
 
     It is a `torch.utils.data.Dataset` of (image, label), so a `DataLoader` takes it as it is.
     """
@@ -36,6 +38,8 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     images: Tensor
     labels: Tensor
     class_names: tuple[str, ...]
+    soft_labels: Tensor | None = None
+    """Probabilities of the classes (n, classes), float32, where a method makes them."""
 
     def __post_init__(self) -> None:
         if self.images.ndim != 4 or self.labels.shape != self.images.shape[:1]:
@@ -43,6 +47,13 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
                 f"a synthetic set has images {tuple(self.images.shape)} and labels "
                 f"{tuple(self.labels.shape)}, expected (n, c, h, w) and (n,)"
             )
+        if self.soft_labels is not None:
+            _check_probabilities(self.soft_labels, (len(self.labels), len(self.class_names)))
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether every image has a label."""
+        return bool((self.labels >= 0).all())
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -53,10 +64,11 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     def to_bytes(self) -> bytes:
         """Serialise as safetensors."""
         names = json.dumps(self.class_names)
-        return save_tensors(
-            {"images": self.images.contiguous(), "labels": self.labels.contiguous()},
-            metadata={"class_names": names},
-        )
+        tensors = {"images": self.images, "labels": self.labels}
+        if self.soft_labels is not None:
+            tensors["soft_labels"] = self.soft_labels
+        plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        return save_tensors(plain, metadata={"class_names": names})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SyntheticSet:
@@ -64,9 +76,8 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
         tensors = load_tensors(content)
         length = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + length])["__metadata__"]
-        return cls(
-            tensors["images"], tensors["labels"], tuple(map(str, json.loads(header["class_names"])))
-        )
+        names = tuple(map(str, json.loads(header["class_names"])))
+        return cls(tensors["images"], tensors["labels"], names, tensors.get("soft_labels"))
 
     @classmethod
     def load(cls, path: Path) -> SyntheticSet:
@@ -98,3 +109,16 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
         buffer = io.BytesIO()
         picture.save(buffer, format="PNG", optimize=True)
         return buffer.getvalue()
+
+
+def _check_probabilities(given: Tensor, expected: tuple[int, int]) -> None:
+    if given.shape != expected or not given.is_floating_point():
+        raise InvalidData(
+            f"soft labels have shape {tuple(given.shape)} and type {given.dtype}, expected "
+            f"{expected} and a float type, one probability for each image and class"
+        )
+    if not bool(((given >= 0) & ((given.sum(1, keepdim=True) - 1).abs() < SUM_TOLERANCE)).all()):
+        raise InvalidData(
+            "soft labels are negative, not numbers, or do not add up to 1 for each image; expected "
+            "probabilities, such as the output of a softmax"
+        )

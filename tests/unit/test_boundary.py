@@ -31,7 +31,7 @@ from understudy.errors import (
 )
 from understudy.methods.method import configure
 from understudy.methods.psg import PSG
-from understudy.privacy.disclosure import disclose_hold_out
+from understudy.privacy.disclosure import disclose_hold_out, disclose_training_records
 from understudy.privacy.plan import Budget, Plan, PlannedRelease
 from understudy.privacy.releases.class_sums import FeatureMap
 from understudy.privacy.sealed import Sealed
@@ -83,11 +83,12 @@ def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
         assert is_under(stack, "understudy", "privacy", "releases")
     assert len(Tripwire.reads) > releases
 
-    Tripwire.reads = []
-    disclose_hold_out(vault, ledger, purpose="test")
-    assert Tripwire.reads
-    for stack in Tripwire.reads:
-        assert is_under(stack, "understudy", "privacy", "disclosure.py")
+    for disclose in (disclose_hold_out, disclose_training_records):
+        Tripwire.reads = []
+        disclose(vault, ledger, purpose="test")
+        assert Tripwire.reads
+        for stack in Tripwire.reads:
+            assert is_under(stack, "understudy", "privacy", "disclosure.py")
 
 
 def test_the_tripwire_can_fail(ledger):

@@ -22,7 +22,7 @@ from understudy.errors import (
     RelationMixed,
 )
 from understudy.privacy import ledger as ledgers
-from understudy.privacy.disclosure import disclose_hold_out
+from understudy.privacy.disclosure import disclose_hold_out, disclose_training_records
 from understudy.privacy.ledger import Charge, Ledger, Limit
 from understudy.privacy.plan import Budget, Plan, PlannedRelease
 from understudy.privacy.registration import RegistrationTerms, find, register
@@ -264,6 +264,11 @@ def test_hold_out_is_secret_by_unit_and_for_good(ledger, tmp_path):
     expected = data.images[np.isin(data.units, held)]
     assert np.allclose(np.sort(real.images.sum((1, 2, 3))), np.sort(expected.sum((1, 2, 3))))
     assert [d["purpose"] for d in ledger.disclosures(registered.id)] == ["look"]
+    rest = disclose_training_records(Vault(data, registered, ledger), ledger, purpose="compare")
+    expected = data.images[~np.isin(data.units, held)]
+    assert np.allclose(np.sort(rest.images.sum((1, 2, 3))), np.sort(expected.sum((1, 2, 3))))
+    told = ledger.disclosures(registered.id)[-1]
+    assert (told["what"], told["purpose"]) == ("training records", "compare")
 
 
 def test_without_hold_out_there_is_nothing_to_disclose(ledger):

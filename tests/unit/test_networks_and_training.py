@@ -12,12 +12,8 @@ from PIL import Image
 from torch import nn
 
 from understudy.errors import InvalidData
-from understudy.evaluation.downstream import Protocol, downstream_accuracy
 from understudy.nets.convnet import ConvNet
 from understudy.nets.params import parameter_count
-from understudy.privacy.disclosure import RealImages
-from understudy.privacy.plan import PublicFacts
-from understudy.progress import Progress
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 from understudy.training.augmentation import crop_scale_rotate
@@ -127,7 +123,7 @@ def test_fit_equals_torchs_sgd():
         nn.functional.cross_entropy(module(images), labels).backward()
         optimiser.step()
         schedule.step()
-    sgd = SGD(lr=0.1, epochs=6, momentum=0.9, weight_decay=5e-4, drop_at=3)
+    sgd = SGD(lr=0.1, epochs=6, momentum=0.9, weight_decay=5e-4, drop_at=(3,))
     trained = fit(network, params, images, labels, sgd=sgd, generator=torch.Generator())
     for ours, torchs in zip(trained.values(), shared(module), strict=True):
         assert torch.allclose(ours, torchs, atol=1e-4)
@@ -172,47 +168,6 @@ def test_augmentation_crops_scales_or_rotates_each_image():
         assert max(rows, columns) <= 4
     centre = crop_scale_rotate(torch.full((50, 3, 8, 8), 0.25), torch.Generator())[..., 3:5, 3:5]
     assert torch.allclose(centre, torch.full_like(centre, 0.25), atol=1e-6)
-
-
-def stripes(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two classes that any network can tell apart: horizontal and vertical stripes."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 2
-    bars = (torch.arange(8) % 2).float()
-    patterns = torch.stack([bars[None].expand(8, 8), bars[:, None].expand(8, 8)])
-    noise = 0.2 * torch.rand(count, 1, 8, 8, generator=generator)
-    return (0.8 * patterns[labels][:, None] + noise), labels
-
-
-FACTS = PublicFacts(units=100, class_names=("a", "b"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
-
-
-def test_downstream_accuracy_tells_good_sets_from_bad():
-    seen, expected = stripes(200, seed=1)
-    real = RealImages((seen * 255).byte(), expected, "stripes")
-    protocol = Protocol(networks=2, epochs=40, width=8)
-    images, labels = stripes(20, seed=2)
-    results = {
-        name: downstream_accuracy(
-            SyntheticSet(images, given, ("a", "b")), real, FACTS,
-            protocol=protocol, progress=Progress(),
-        )
-        for name, given in (("good", labels), ("swapped", 1 - labels))
-    }  # fmt: skip
-    assert results["good"].mean > 0.9
-    assert results["swapped"].mean < 0.1
-    assert len(results["good"].accuracies) == 2
-
-
-def test_evaluation_refuses_a_test_set_that_does_not_fit():
-    synthetic = SyntheticSet(*stripes(20, seed=2), ("a", "b"))
-    wrong_shape = RealImages(torch.zeros(4, 1, 9, 9), torch.zeros(4, dtype=torch.long), "x")
-    wrong_label = RealImages(torch.zeros(4, 1, 8, 8), torch.full((4,), 2), "x")
-    for real in (wrong_shape, wrong_label):
-        with pytest.raises(InvalidData):
-            downstream_accuracy(
-                synthetic, real, FACTS, protocol=Protocol(epochs=1), progress=Progress()
-            )
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from understudy.cli.output import OutputOptions, make_output
+from understudy.cli.output import JsonOutput, Output, OutputOptions, make_output
 from understudy.cli.settings import MachineOptions
-from understudy.evaluation.downstream import Protocol
+from understudy.evaluation.downstream import REAL, Utility
 from understudy.pipeline import evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How classifiers are trained."""
+
+    seeds: int | None = None
+    """How often each model is trained; by default as the protocol says."""
+    epochs: int | None = None
+    """Epochs of each network; by default as the protocol says."""
+    width: int = 128
+    """Filters per convolution of the ConvNet."""
+    seed: int = 0
+    """Seed of initialisation, order of batches and augmentation."""
+    subsample: int | None = None
+    """Train on so many images of each class."""
+    soft_labels: bool = True
+    """Train networks on probabilities of classes, if the set has them."""
 
 
 def command(
     run: Path,
     *,
     test: str | None = None,
-    networks: int = 3,
-    epochs: int = 1000,
-    width: int = 128,
-    seed: int = 0,
+    protocol: str | None = None,
+    models: str | None = None,
+    ceiling: bool = False,
+    missing: bool = False,
     ledger: Path | None = None,
+    training: Annotated[TrainingOptions | None, Parameter(name="*")] = None,
     machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
-    """Train networks on a synthetic set and test them on real images.
+    """Train classifiers on a synthetic set and test them on real images.
 
-    The result is computed on real records: it goes to the run's `private/`, and the reading is
+    The results are computed on real records: they go to the run's `private/`, and the reading is
     recorded in the ledger.
 
     Parameters
@@ -36,30 +57,50 @@ def command(
         Directory of the run.
     test
         Test set; by default the registered hold-out or the built-in set's test split.
-    networks
-        Fresh networks to train.
-    epochs
-        Epochs of each; the learning rate drops at half.
-    width
-        Filters per convolution.
-    seed
-        Seed of initialisation and augmentation.
+    protocol
+        A paper's protocol (psg, dp-merf, dp-mepf, datalens, dpimagebench) with all of its models;
+        by default the ConvNet of psg alone.
+    models
+        Names of models, separated by commas; by default those of the protocol.
+    ceiling
+        Train on the real training records as well: what the best synthetic set could reach.
+    missing
+        Compute only what was not measured before.
     ledger
         The ledger, if not the user's own.
     """
     out = make_output(output)
-    protocol = Protocol(networks=networks, epochs=epochs, width=width, seed=seed)
     found = evaluate(
         run,
         test=test,
         ledger=ledger,
         protocol=protocol,
+        models=models,
+        ceiling=ceiling,
+        missing=missing,
+        **vars(training or TrainingOptions()),
         **vars(machine or MachineOptions()),
         progress=out,
     )
-    each = ", ".join(f"{100 * accuracy:.1f}" for accuracy in found.accuracies)
-    out.result(
-        f"ConvNet accuracy {100 * found.mean:.1f} % (mean of {networks}: {each}) on "
-        f"{found.test_images} images, {found.tested_on}; private",
-        **found.to_json(),
-    )
+    _show(out, found)
+
+
+def _show(out: Output, found: Sequence[Utility]) -> None:
+    if isinstance(out, JsonOutput):
+        for one in found:
+            out.result("", **one.to_json())
+        return
+    rows = [
+        (
+            one.model + (", real data" if one.trained_on == REAL else ""),
+            f"{100 * one.mean:.1f}",
+            f"{100 * one.std:.1f}",
+            ", ".join(f"{100 * accuracy:.1f}" for accuracy in one.accuracies),
+            f"{one.seconds:.0f}",
+        )
+        for one in found
+    ]
+    first = found[0]
+    title = f"Accuracy in %, protocol {first.protocol}"
+    out.table(title, ("model", "mean", "std", "per seed", "seconds"), rows)
+    out.result(f"on {first.test_images} images, {first.tested_on}; these numbers are private")

@@ -24,7 +24,7 @@ Start with: understudy generate digits --epsilon 10
 
 COMMANDS = {
     "generate": "Make a synthetic set from private data.",
-    "evaluate": "Train networks on a synthetic set and test them on real images.",
+    "evaluate": "Train classifiers on a synthetic set and test them on real images.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
     "export": "Write a released set as PNG folders, parquet, npz, safetensors or IDX.",
     "verify": "Check a released set against its certificate.",
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UnderstudyError, CycloptsError) as error:
         sys.exit(_report(tokens, error))
     except KeyboardInterrupt:
-        sys.exit(_report(tokens, UnderstudyError("stopped at once; see --resume"), 130))
+        goes_on = "--missing" if tokens[:1] == ["evaluate"] else "--resume"
+        sys.exit(_report(tokens, UnderstudyError(f"stopped at once; see {goes_on}"), 130))
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -40,6 +40,18 @@ def disclose_hold_out(vault: Vault, ledger: Ledger, *, purpose: str) -> RealImag
     return RealImages(images, labels, f"hold-out of {registration.name}")
 
 
+def disclose_training_records(vault: Vault, ledger: Ledger, *, purpose: str) -> RealImages:
+    """Return the records that methods learn from, the hold-out not among them.
+
+    A classifier trained on them shows what the best synthetic set could reach. It is a function of
+    private records without any noise, and so is its accuracy.
+    """
+    registration = vault.registration
+    ledger.disclose(registration.id, what="training records", purpose=purpose)
+    images, labels = vault._records.all_in_the_clear()
+    return RealImages(images, labels, f"training records of {registration.name}")
+
+
 def disclose_test_set(
     data: LabelledImages, ledger: Ledger, *, data_set: int | None, purpose: str
 ) -> RealImages:

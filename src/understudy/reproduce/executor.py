@@ -18,7 +18,6 @@ import torch
 from understudy import __version__
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
-from understudy.evaluation.downstream import Protocol
 from understudy.files import make_directory, write_file, write_json
 from understudy.job import Result, StopRequest, stop_signals
 from understudy.pipeline import evaluate, load_data, load_result, synthesize
@@ -195,18 +194,21 @@ class _Executor:
     def _measured(self, result: Result, data: LabelledImages, model: str) -> dict[str, Any]:
         """Train `model` on the set, and on what was kept on the way if the experiment says so."""
         measure, started = self.experiment.measure, time.perf_counter()
-        found = evaluate(
+        (found,) = evaluate(
             result.directory,
             test=data,
             ledger=self._ledger,
-            protocol=Protocol(networks=measure.seeds, **measure.options),
+            protocol=measure.protocol,
+            models=[model],
+            seeds=measure.seeds,
+            **measure.options,
             device=self.place.device,
             compile=self.place.compile,
             progress=self.report,
         )
         return {
             "model": model,
-            "accuracies": list(found.accuracies),
+            "accuracies": found.accuracies,
             "evaluation_seconds": round(time.perf_counter() - started, 1),
         }
 

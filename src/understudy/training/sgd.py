@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from understudy.nets.params import Network, Params
 from understudy.training.engine import Engine
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
+Epochs = Callable[[range], Iterator[int]]
+MOST_REPEATED = 100
+"""Equal steps that become one program: more would make it large, and show no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,25 @@ class SGD:
     batch: int = 256
     momentum: float = 0.0
     weight_decay: float = 0.0
-    drop_at: int | None = None
-    """Epoch from which the learning rate is a tenth."""
+    label_smoothing: float = 0.0
+    drop_at: tuple[int, ...] = ()
+    """Epochs from which on the learning rate is `drop` times what it was."""
+    drop: float = 0.1
+    peak_at: int | None = None
+    """Epoch at which the learning rate is `lr`; it rises from zero and falls to zero, linearly."""
+
+    def lr_at(self, epoch: float) -> float:
+        """Return the learning rate at a moment, counted in epochs.
+
+        >>> [round(SGD(lr=1, epochs=4, drop_at=(2,)).lr_at(e), 3) for e in (0, 1.5, 2, 3)]
+        [1.0, 1.0, 0.1, 0.1]
+        >>> [round(SGD(lr=1, epochs=4, peak_at=1).lr_at(e), 3) for e in (0, 0.5, 1, 2.5)]
+        [0.0, 0.5, 1.0, 0.5]
+        """
+        if self.peak_at is not None:
+            falling = (self.epochs - epoch) / (self.epochs - self.peak_at)
+            return self.lr * min(epoch / self.peak_at, falling)
+        return self.lr * self.drop ** sum(epoch >= moment for moment in self.drop_at)
 
 
 State = tuple[Params, Params]
@@ -40,12 +61,14 @@ class SGDStep:
     network: Network
     momentum: float = 0.0
     weight_decay: float = 0.0
+    label_smoothing: float = 0.0
 
     def __call__(self, state: State, prepared: Any, labels: Tensor, lr: Tensor) -> State:
         """Move parameters down the gradient of the mean loss of prepared images."""
         params, velocity = state
         leaves = {name: weight.detach().requires_grad_() for name, weight in params.items()}
-        loss = F.cross_entropy(self.network.logits(leaves, prepared), labels)
+        logits = self.network.logits(leaves, prepared)
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         slopes = torch.autograd.grad(loss, list(leaves.values()))
         moved, pushed = {}, {}
         for (name, weight), slope in zip(params.items(), slopes, strict=True):
@@ -71,22 +94,40 @@ def fit(
     generator: torch.Generator,
     augment: Augment | None = None,
     engine: Engine | None = None,
+    epochs: Epochs = iter,
 ) -> Params:
-    """Train `params` on normalised images; the order of batches and the augmentation are public."""
+    """Train `params` on normalised images; the order of batches and the augmentation are public.
+
+    Args:
+        network: the network.
+        params: where to start.
+        images: normalised images.
+        labels: their classes (n,), or probabilities of classes (n, classes).
+        sgd: how to train.
+        generator: of batches and augmentation.
+        augment: changes each batch.
+        engine: where to compute.
+        epochs: iterates over a range of epochs, to show how far the training is.
+    """
     engine = engine or Engine()
     state = (params, {n: torch.zeros_like(w) for n, w in params.items()} if sgd.momentum else {})
-    drop_at = sgd.epochs if sgd.drop_at is None else min(sgd.drop_at, sgd.epochs)
-    step = SGDStep(network, sgd.momentum, sgd.weight_decay)
-    for speed, epochs in ((sgd.lr, drop_at), (0.1 * sgd.lr, sgd.epochs - drop_at)):
-        lr = torch.full((), speed, device=images.device)  # torch.tensor would wait for a GPU
-        if augment is None and len(images) <= sgd.batch and epochs:  # each epoch is the same step
-            state = engine.run(step, state, network.prepare(images), labels, lr, times=epochs)
-            continue
-        for _ in range(epochs):
-            for chosen in _batches(len(images), sgd.batch, generator):
-                place = chosen.to(images.device)
-                batch = images[place] if augment is None else augment(images[place], generator)
-                state = engine.run(step, state, network.prepare(batch), labels[place], lr)
+    step = SGDStep(network, sgd.momentum, sgd.weight_decay, sgd.label_smoothing)
+    is_one_step = augment is None and len(images) <= sgd.batch and sgd.peak_at is None
+    if is_one_step and sgd.epochs <= MOST_REPEATED:  # each epoch is the same step
+        prepared = network.prepare(images)
+        for speed, equal in groupby(range(sgd.epochs), sgd.lr_at):
+            lr = torch.full((), speed, device=images.device)  # torch.tensor would wait for a GPU
+            state = engine.run(step, state, prepared, labels, lr, times=len(list(equal)))
+        return state[0]
+    speed, lr = -1.0, torch.zeros((), device=images.device)
+    for epoch in epochs(range(sgd.epochs)):
+        batches = _batches(len(images), sgd.batch, generator)
+        for number, chosen in enumerate(batches):
+            place = chosen.to(images.device)
+            batch = images[place] if augment is None else augment(images[place], generator)
+            if (now := sgd.lr_at(epoch + number / len(batches))) != speed:
+                speed, lr = now, torch.full((), now, device=images.device)
+            state = engine.run(step, state, network.prepare(batch), labels[place], lr)
     return state[0]
 
 
