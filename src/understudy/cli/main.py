@@ -30,7 +30,7 @@ COMMANDS = {
     "verify": "Check a released set against its certificate.",
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
     "ledger": "Show what was spent on each data set.",
-    "fetch": "Get a known public data set, such as mnist.",
+    "fetch": "Get a known public data set, such as mnist, or the weights behind FID.",
     "methods": "List the methods, or the settings of one.",
 }
 WITH_METHOD_SETTINGS = ("generate", "plan")
