@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from understudy.data.images import labelled_images
+    from understudy.measures import measure_memorisation, measure_quality
     from understudy.methods import METHODS
     from understudy.pipeline import (
         evaluate,
@@ -38,6 +39,8 @@ _HOMES = {
     "load": "understudy.pipeline",
     "load_data": "understudy.pipeline",
     "load_result": "understudy.pipeline",
+    "measure_memorisation": "understudy.measures",
+    "measure_quality": "understudy.measures",
     "register": "understudy.pipeline",
     "synthesize": "understudy.pipeline",
     "synthesize_all": "understudy.pipeline",
@@ -53,6 +56,8 @@ __all__ = [
     "load",
     "load_data",
     "load_result",
+    "measure_memorisation",
+    "measure_quality",
     "register",
     "synthesize",
     "synthesize_all",

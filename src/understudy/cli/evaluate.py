@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from understudy.cli.measures import MeasureOptions, report
 from understudy.cli.output import OutputOptions, make_output
 from understudy.cli.settings import MachineOptions
 from understudy.evaluation.downstream import Protocol
@@ -22,10 +23,13 @@ def command(
     width: int = 128,
     seed: int = 0,
     ledger: Path | None = None,
+    measures: Annotated[MeasureOptions | None, Parameter(name="*")] = None,
     machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
     """Train networks on a synthetic set and test them on real images.
+
+    With --quality or --memorisation, measure those instead.
 
     The result is computed on real records: it goes to the run's `private/`, and the reading is
     recorded in the ledger.
@@ -48,6 +52,9 @@ def command(
         The ledger, if not the user's own.
     """
     out = make_output(output)
+    if measures and (measures.quality or measures.memorisation):
+        report(out, run, measures, test=test, ledger=ledger, machine=machine or MachineOptions())
+        return
     protocol = Protocol(networks=networks, epochs=epochs, width=width, seed=seed)
     found = evaluate(
         run,

@@ -24,7 +24,7 @@ Start with: understudy generate digits --epsilon 10
 
 COMMANDS = {
     "generate": "Make a synthetic set from private data.",
-    "evaluate": "Train networks on a synthetic set and test them on real images.",
+    "evaluate": "Test networks trained on a synthetic set; image quality; memorisation.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
     "export": "Write a released set as PNG folders, parquet, npz, safetensors or IDX.",
     "verify": "Check a released set against its certificate.",

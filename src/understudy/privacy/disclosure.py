@@ -40,6 +40,18 @@ def disclose_hold_out(vault: Vault, ledger: Ledger, *, purpose: str) -> RealImag
     return RealImages(images, labels, f"hold-out of {registration.name}")
 
 
+def disclose_training_records(vault: Vault, ledger: Ledger, *, purpose: str) -> RealImages:
+    """Return the very records that a method learns from: no held-out units, no more than the cap.
+
+    The most delicate of all readings: whoever sees what is computed from these learns something of
+    the training records, whatever epsilon the certificate states.
+    """
+    registration = vault.registration
+    ledger.disclose(registration.id, what="training records", purpose=purpose)
+    images, labels = vault._records.all_in_the_clear()
+    return RealImages(images, labels, f"training records of {registration.name}")
+
+
 def disclose_test_set(
     data: LabelledImages, ledger: Ledger, *, data_set: int | None, purpose: str
 ) -> RealImages:
