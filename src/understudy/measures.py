@@ -42,6 +42,14 @@ FeatureName = Literal["inception", "convnet"]
 Reference = Literal["test", "training"]
 
 
+def _require_private_part(directory: str | Path) -> None:
+    if not RunDirectory(Path(directory)).has_private_part:
+        raise InvalidData(
+            f"{directory} has no private part, so its training records are not known here; only "
+            "who made the run can compare with them"
+        )
+
+
 @dataclass(frozen=True)
 class _Subject:
     """A run that is being measured."""
@@ -58,11 +66,6 @@ class _Subject:
 
     def training_records(self, data: Data | None) -> RealImages:
         """Disclose the records that the run learnt from."""
-        if not self.run.has_private_part:
-            raise InvalidData(
-                f"{self.run.path} has no private part, so its training records are not known here; "
-                "only who made the run can compare with them"
-            )
         settings = self.run.settings()
         source = data or settings["source"]
         if not source:
@@ -135,6 +138,8 @@ def measure_quality(
         raise InvalidSettings(
             "a test set was given, but the reference is the training records; leave one of them out"
         )
+    if reference == "training":
+        _require_private_part(directory)
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     weights = _inception_file(report) if features == "inception" else None
     with _measured(directory, ledger, engine, report) as subject:
@@ -177,6 +182,7 @@ def measure_memorisation(
         device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
         progress: where to report.
     """
+    _require_private_part(directory)
     report = progress or Progress()
     engine = Engine(choose_device(device), say=report.say)
     with _measured(directory, ledger, engine, report) as subject:

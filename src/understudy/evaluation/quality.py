@@ -75,22 +75,24 @@ class Moments:
 def frechet_distance(a: Moments, b: Moments) -> float:
     """Return |m1 - m2|^2 + tr(S1) + tr(S2) - 2 tr((S1 S2)^(1/2)).
 
-    The last trace is the sum of the singular values of S1^(1/2) S2^(1/2). Both roots come from
-    symmetric eigenvalue problems, so nothing turns complex when a covariance lacks rank, as it does
-    with fewer images than features.
+    With S1 = F F^T the last trace is the sum of the roots of the eigenvalues of F^T S2 F, which is
+    symmetric: nothing turns complex when a covariance lacks rank, as it does with fewer images than
+    features. F is that of the set with fewer images, so that it is the smaller one, and keeps only
+    the columns that are more than rounding.
     """
-    first, second = a.covariance, b.covariance
+    fewer, more = sorted((a, b), key=lambda moments: moments.count)
+    factor = _factor(fewer.covariance)
+    inner = factor.T @ more.covariance @ factor
+    root = torch.linalg.eigvalsh(inner).clamp(min=0).sqrt().sum()
     means = (a.mean - b.mean).square().sum()
-    root = torch.linalg.svdvals(_root(first) @ _root(second)).sum()
-    return max(0.0, float(means + first.trace() + second.trace() - 2 * root))
+    return max(0.0, float(means + fewer.covariance.trace() + more.covariance.trace() - 2 * root))
 
 
-def _root(covariance: Tensor) -> Tensor:
-    """Return the symmetric root; eigenvalues that are only rounding count as zero."""
+def _factor(covariance: Tensor) -> Tensor:
+    """Return F (d, rank) with F F^T equal to `covariance`."""
     values, vectors = torch.linalg.eigh(covariance)
-    rounding = values[-1] * len(values) * torch.finfo(values.dtype).eps
-    values = torch.where(values > rounding, values, torch.zeros_like(values))
-    return cast(Tensor, (vectors * values.sqrt()) @ vectors.T)
+    kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+    return cast(Tensor, vectors[:, kept] * values[kept].sqrt())
 
 
 def kernel_distance(
