@@ -149,8 +149,16 @@ def test_precision_and_recall_at_their_ends():
     precision, recall = precision_and_recall(a[:10], a)
     assert precision == 1
     assert recall < 1
-    copied = torch.ones(6, 4) * torch.tensor([[1e3]])
-    assert precision_and_recall(copied, copied) == (1, 1)  # balls of radius 0 hold their centres
+
+
+@pytest.mark.parametrize("at_once", [2**25, 100])
+@pytest.mark.parametrize("size", [5, 33, 257, 1000])
+def test_balls_of_radius_zero_hold_their_centres_despite_rounding(monkeypatch, at_once, size):
+    """Every real image four times."""
+    monkeypatch.setattr(quality, "MOST_DISTANCES", at_once)
+    for count in (7, 70, 133):
+        rows = torch.from_numpy(np.random.default_rng(count).normal(size=(count, size)))
+        assert precision_and_recall(rows[: max(4, count // 2)], rows.repeat(4, 1))[0] == 1
 
 
 def test_precision_and_recall_by_brute_force(monkeypatch):

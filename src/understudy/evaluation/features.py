@@ -185,7 +185,7 @@ class ReferenceNetwork:
     It belongs to the reference set: what is computed with it is as private as that.
     """
 
-    at_once = 1000
+    at_once = BATCH
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class ReferenceNetwork:
         epochs = -(-how.steps // -(-len(real.labels) // BATCH))
         sgd = SGD(
             lr=how.lr, epochs=epochs, batch=BATCH, momentum=0.9, weight_decay=5e-4,
-            drop_at=epochs // 2,
+            drop_at=max(1, epochs // 2),
         )  # fmt: skip
         generator = public_generator(how.seed, "reference network")
         self._params: Params = fit(
