@@ -14,9 +14,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from understudy.data.images import labelled_images
+    from understudy.measures import (
+        evaluate,
+        measure_convergence,
+        measure_memorisation,
+        measure_quality,
+    )
     from understudy.methods import METHODS
     from understudy.pipeline import (
-        evaluate,
         export,
         fetch,
         load,
@@ -31,13 +36,16 @@ if TYPE_CHECKING:
 # Loaded when first used, so that `understudy --help` does not wait for torch.
 _HOMES = {
     "METHODS": "understudy.methods",
-    "evaluate": "understudy.pipeline",
+    "evaluate": "understudy.measures",
     "export": "understudy.pipeline",
     "fetch": "understudy.pipeline",
     "labelled_images": "understudy.data.images",
     "load": "understudy.pipeline",
     "load_data": "understudy.pipeline",
     "load_result": "understudy.pipeline",
+    "measure_convergence": "understudy.measures",
+    "measure_memorisation": "understudy.measures",
+    "measure_quality": "understudy.measures",
     "register": "understudy.pipeline",
     "synthesize": "understudy.pipeline",
     "synthesize_all": "understudy.pipeline",
@@ -53,6 +61,9 @@ __all__ = [
     "load",
     "load_data",
     "load_result",
+    "measure_convergence",
+    "measure_memorisation",
+    "measure_quality",
     "register",
     "synthesize",
     "synthesize_all",

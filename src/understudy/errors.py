@@ -16,6 +16,12 @@ class InvalidData(UnderstudyError):
     """The data set cannot be read, or does not hold what it must."""
 
 
+class MissingWeights(UnderstudyError):
+    """Weights of a public network are not here and cannot be fetched, or are not what they were."""
+
+    exit_code = 4
+
+
 class InvalidSettings(UnderstudyError):
     """A setting is out of range, or two settings contradict each other."""
 

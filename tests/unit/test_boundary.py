@@ -24,6 +24,7 @@ from door import (
 from static import static_engine
 from understudy.errors import (
     InvalidSettings,
+    LedgerError,
     PlanExhausted,
     PlanViolation,
     PrivateAccess,
@@ -89,6 +90,28 @@ def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
         assert Tripwire.reads
         for stack in Tripwire.reads:
             assert is_under(stack, "understudy", "privacy", "disclosure.py")
+
+
+def test_training_records_are_read_only_after_the_ledger_knows(ledger, monkeypatch):
+    vault = a_vault(ledger, some_images(60, name="tripwire"), hold_out=0.2)
+    lay_tripwires(vault)
+
+    def full(*_, **__):
+        raise LedgerError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "disclose", full)
+        with pytest.raises(LedgerError):
+            disclose_training_records(vault, ledger, purpose="test")
+    assert not Tripwire.reads
+    found = disclose_training_records(vault, ledger, purpose="test")
+    assert Tripwire.reads
+    for stack in Tripwire.reads:
+        assert is_under(stack, "understudy", "privacy", "disclosure.py")
+    (row,) = ledger.disclosures(vault.registration.id)
+    assert (row["what"], row["purpose"]) == ("training records", "test")
+    assert len(found.labels) == vault.facts.units == 48
+    assert found.what == "training records of tripwire"
 
 
 def test_the_tripwire_can_fail(ledger):

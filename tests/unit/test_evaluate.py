@@ -89,7 +89,7 @@ def test_the_ceiling_reads_training_records_and_says_so(made, run):
     synthetic, ceiling = understudy.evaluate(run, models=["lda"], ceiling=True)
     assert disclosed(made)[before:] == [
         ("test set digits", "evaluate run"),
-        ("training records", "ceiling of run"),
+        ("training records", "evaluate run"),
     ]
     assert (synthetic.trained_on, ceiling.trained_on) == ("synthetic", "real")
     assert ceiling.train_images == 1438

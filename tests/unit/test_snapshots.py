@@ -8,6 +8,7 @@ import torch
 
 import understudy
 from understudy.data.images import labelled_images
+from understudy.errors import InvalidData
 from understudy.privacy.certificate import epsilon_after
 from understudy.runs import RunDirectory
 from understudy.synthetic import SyntheticSet
@@ -48,3 +49,29 @@ def test_snapshots_are_kept_evenly_and_cost_less_than_the_whole(tmp_path):
 
 def test_without_asking_nothing_is_kept(tmp_path):
     assert RunDirectory(a_run(tmp_path).directory).snapshots() == []
+
+
+def test_convergence_is_accuracy_against_the_epsilon_spent(tmp_path):
+    data = some_data()
+    result = a_run(tmp_path, snapshots=2)
+    quick = {
+        "test": data,
+        "ledger": tmp_path / "ledger",
+        "models": ["convnet"],
+        "epochs": 1,
+        "width": 2,
+        "seeds": 2,
+    }
+    points = understudy.measure_convergence(result.directory, **quick)
+    assert [point["releases"] for point in points] == [4, 8]
+    assert points[0]["epsilon"] < points[1]["epsilon"] <= 8
+    assert [len(point["accuracies"]) for point in points] == [2, 2]
+    understudy.measure_convergence(result.directory, **quick)
+    kept = RunDirectory(result.directory).metrics()["convergence"]
+    assert [point["releases"] for point in kept] == [4, 8]
+
+
+def test_a_run_without_snapshots_has_no_way_to_show(tmp_path):
+    result = a_run(tmp_path)
+    with pytest.raises(InvalidData, match="make a run with --snapshots"):
+        understudy.measure_convergence(result.directory, test=some_data())

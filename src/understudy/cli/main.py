@@ -24,13 +24,13 @@ Start with: understudy generate digits --epsilon 10
 
 COMMANDS = {
     "generate": "Make a synthetic set from private data.",
-    "evaluate": "Train classifiers on a synthetic set and test them on real images.",
+    "evaluate": "Test classifiers trained on a synthetic set; image quality; memorisation.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
     "export": "Write a released set as PNG folders, parquet, npz, safetensors or IDX.",
     "verify": "Check a released set against its certificate.",
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
     "ledger": "Show what was spent on each data set.",
-    "fetch": "Get a known public data set, such as mnist.",
+    "fetch": "Get a known public data set, such as mnist, or the weights behind FID.",
     "reproduce": "Make a paper's table again, measured beside published.",
     "methods": "List the methods, or the settings of one.",
 }

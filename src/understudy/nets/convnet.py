@@ -94,15 +94,18 @@ class ConvNet:
         return patches.to(self.maps or images.dtype), moments
 
     def logits(self, params: Params, prepared: Patches) -> Tensor:
-        """Map prepared images to logits (n, classes). Maps have their channels last."""
+        """Map prepared images to logits (n, classes)."""
+        weight, bias = params["linear.weight"], params["linear.bias"]
+        return F.linear(self.features(params, prepared).to(bias.dtype), weight, bias)
+
+    def features(self, params: Params, prepared: Patches) -> Tensor:
+        """Map prepared images to what the last layer sees (n, d). Maps have channels last."""
         hidden = self._first_block(params, prepared)
         for block in range(1, self.depth):
             weight, scale, shift = _of_block(params, block)
             maps = F.conv2d(hidden.permute(0, 3, 1, 2), weight.to(hidden.dtype), padding=1)
             hidden = _norm_relu_pool(maps.permute(0, 2, 3, 1), scale, shift)
-        weight, bias = params["linear.weight"], params["linear.bias"]
-        features = hidden.permute(0, 3, 1, 2).flatten(1)
-        return F.linear(features.to(bias.dtype), weight, bias)
+        return hidden.permute(0, 3, 1, 2).flatten(1)
 
     def _first_block(self, params: Params, prepared: Patches) -> Tensor:
         patches, moments = prepared

@@ -41,10 +41,10 @@ def disclose_hold_out(vault: Vault, ledger: Ledger, *, purpose: str) -> RealImag
 
 
 def disclose_training_records(vault: Vault, ledger: Ledger, *, purpose: str) -> RealImages:
-    """Return the records that methods learn from, the hold-out not among them.
+    """Return the very records that a method learns from: no held-out units, no more than the cap.
 
-    A classifier trained on them shows what the best synthetic set could reach. It is a function of
-    private records without any noise, and so is its accuracy.
+    The most delicate of all readings: whoever sees what is computed from these learns something of
+    the training records, whatever epsilon the certificate states.
     """
     registration = vault.registration
     ledger.disclose(registration.id, what="training records", purpose=purpose)

@@ -20,7 +20,8 @@ from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
 from understudy.files import make_directory, write_file, write_json
 from understudy.job import Result, StopRequest, stop_signals
-from understudy.pipeline import evaluate, load_data, load_result, synthesize
+from understudy.measures import evaluate, measure_convergence
+from understudy.pipeline import load_data, load_result, synthesize
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name, forget_peak_memory, peak_memory
 from understudy.reproduce import tables
@@ -194,23 +195,24 @@ class _Executor:
     def _measured(self, result: Result, data: LabelledImages, model: str) -> dict[str, Any]:
         """Train `model` on the set, and on what was kept on the way if the experiment says so."""
         measure, started = self.experiment.measure, time.perf_counter()
-        (found,) = evaluate(
-            result.directory,
-            test=data,
-            ledger=self._ledger,
-            protocol=measure.protocol,
-            models=[model],
-            seeds=measure.seeds,
+        asked: dict[str, Any] = {
+            "test": data,
+            "ledger": self._ledger,
+            "protocol": measure.protocol,
+            "models": [model],
+            "seeds": measure.seeds,
             **measure.options,
-            device=self.place.device,
-            compile=self.place.compile,
-            progress=self.report,
-        )
-        return {
-            "model": model,
-            "accuracies": found.accuracies,
-            "evaluation_seconds": round(time.perf_counter() - started, 1),
+            "device": self.place.device,
+            "compile": self.place.compile,
+            "progress": self.report,
         }
+        (found,) = evaluate(result.directory, **asked)
+        cell: dict[str, Any] = {"model": model, "accuracies": found.accuracies}
+        if measure.convergence:
+            wanted = ("releases", "epsilon", "accuracies", "mean", "std")
+            points = measure_convergence(result.directory, **asked)
+            cell["curve"] = [{name: point[name] for name in wanted} for point in points]
+        return cell | {"evaluation_seconds": round(time.perf_counter() - started, 1)}
 
     @property
     def _ledger(self) -> Path:
