@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         synthesize_all,
         verify,
     )
+    from understudy.report import write_report
 
 # Loaded when first used, so that `understudy --help` does not wait for torch.
 _HOMES = {
@@ -42,6 +43,7 @@ _HOMES = {
     "synthesize": "understudy.pipeline",
     "synthesize_all": "understudy.pipeline",
     "verify": "understudy.pipeline",
+    "write_report": "understudy.report",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "synthesize",
     "synthesize_all",
     "verify",
+    "write_report",
 ]
 
 
