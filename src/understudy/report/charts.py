@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from markupsafe import Markup, escape
 
@@ -17,7 +18,12 @@ WIDTH, HEIGHT = 400.0, 270.0
 LEFT, RIGHT, TOP, BOTTOM = 50.0, 388.0, 18.0, 226.0
 """The plane of a line chart within the drawing."""
 STYLES = 4
+Side = Literal["above", "left", "right"]
+LABEL_OFFSETS: dict[Side, tuple[float, float]] = {
+    "above": (0, -10), "left": (-7, -5), "right": (12, 15),
+}  # fmt: skip
 LETTERS_IN_LABEL = 38
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Series:
     shows_values: bool = False
     label_at: float = 1.0
     """Where along the line the name stands, 0 to 1."""
+    label_side: Side = "above"
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,19 @@ def percent(share: float, digits: int = 1) -> str:
     ('67.1 %', '100.0 %')
     """
     return f"{100 * share:.{digits}f} %"
+
+
+def power(value: float) -> str:
+    """Write a small number by its power of ten.
+
+    >>> power(1e-5), power(2.5e-6), power(0.01)
+    ('10⁻⁵', '2.5 × 10⁻⁶', '0.01')
+    """
+    if not 0 < value < 0.001:
+        return f"{value:g}"
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    tens = "10⁻" + str(-int(exponent)).translate(SUPERSCRIPTS)
+    return tens if float(mantissa) == 1 else f"{float(mantissa):g} × {tens}"
 
 
 def spread(mean: float, deviation: float | None) -> str:
@@ -120,7 +140,7 @@ def decades(label: str, low: float, high: float) -> Axis:
     """Return a logarithmic axis with a tick at each power of ten."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     powers = [10.0**k for k in range(first, max(last, first + 1) + 1)]
-    return Axis(label, powers[0], powers[-1], tuple((p, f"{p:.0e}") for p in powers), is_log=True)
+    return Axis(label, powers[0], powers[-1], tuple((p, power(p)) for p in powers), is_log=True)
 
 
 def line_chart(
@@ -128,7 +148,7 @@ def line_chart(
 ) -> Chart:
     """Draw lines over a plane."""
     parts = [*_grid(x, y), *(_line(one, x, y) for one in series)]
-    parts += _labels([(one.name, *_label_place(one, x, y)) for one in series])
+    parts += _labels([one for one in series if one.name], x, y)
     has_errors = any(one.errors for one in series)
     rows = tuple(
         (one.name, _number(px), _number(py), *([_number(error)] if has_errors else []))
@@ -144,7 +164,7 @@ def bar_chart(
     title: str, description: str, bars: Sequence[Bar], *, columns: Sequence[str] = ()
 ) -> Chart:
     """Draw shares as bars, each under its name and number, with the standard deviation."""
-    step, first = 38.0, 10.0
+    step, first = 42.0, 10.0
     left, right = 4.0, 396.0
     bottom = first + step * len(bars)
     parts = []
@@ -152,9 +172,7 @@ def bar_chart(
         at = left + (right - left) * tick / 4
         anchor = ("start", "middle", "middle", "middle", "end")[tick]
         parts.append(_tag("line", class_="grid", x1=at, x2=at, y1=first, y2=bottom))
-        parts.append(
-            _text(f"{25 * tick} %", at, bottom + 16, anchor=anchor, class_="tick")
-        )
+        parts.append(_text(f"{25 * tick} %", at, bottom + 16, anchor=anchor, class_="tick"))
     for number, bar in enumerate(bars):
         parts += _bar(bar, first + step * number, left, right)
     svg = _svg(title, description, bottom + 24, parts)
@@ -251,7 +269,7 @@ def _line(series: Series, x: Axis, y: Axis) -> Markup:
         parts += [_marker(style, px, py) for px, py in places]
     if series.shows_values:
         for (px, py), (_, value) in zip(places, series.points, strict=True):
-            anchor = "end" if px > RIGHT - 12 else "middle"
+            anchor = "end" if px > RIGHT - 12 else "start" if px < LEFT + 12 else "middle"
             parts.append(_text(f"{value:.3g}", px, py - 9, anchor=anchor, class_="number"))
     return _tag("g", *parts, class_=f"series style{style}")
 
@@ -268,22 +286,24 @@ def _marker(style: int, x: float, y: float) -> Markup:
     return _tag("polygon", class_="marker", points=points)
 
 
-def _label_place(series: Series, x: Axis, y: Axis) -> tuple[float, float]:
-    px, py = series.points[round(series.label_at * (len(series.points) - 1))]
-    return _x(x, px), _y(y, py) + (18 if series.shows_values else -10)
-
-
-def _labels(wanted: Sequence[tuple[str, float, float]]) -> list[Markup]:
+def _labels(series: Sequence[Series], x: Axis, y: Axis) -> list[Markup]:
     """Write names beside their lines, moved apart where they would lie on one another."""
+    wanted = []
+    for one in series:
+        px, py = one.points[round(one.label_at * (len(one.points) - 1))]
+        dx, dy = LABEL_OFFSETS[one.label_side]
+        wanted.append((_y(y, py) + dy, _x(x, px) + dx, one))
     parts, lowest = [], -math.inf
-    for name, x, y in sorted(wanted, key=lambda one: one[2]):
-        if not name:
-            continue
-        at = max(y, lowest + 16, TOP)
-        lowest = at
-        anchor = "end" if x > WIDTH * 0.7 else "start" if x < LEFT + 30 else "middle"
-        parts.append(_text(name, x, at, anchor=anchor, class_="label"))
+    for py, px, one in sorted(wanted, key=lambda place: place[0]):
+        lowest = max(py, lowest + 16, TOP)
+        anchor = {"left": "end", "right": "start"}.get(one.label_side) or _anchor(px)
+        parts.append(_text(one.name, px, lowest, anchor=anchor, class_="label"))
     return parts
+
+
+def _anchor(x: float) -> str:
+    """Keep a text at `x` within the drawing."""
+    return "end" if x > WIDTH * 0.7 else "start" if x < WIDTH * 0.3 else "middle"
 
 
 def _x(axis: Axis, value: float) -> float:
@@ -298,9 +318,7 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _text(
-    text: str, x: float, y: float, *, anchor: str = "start", class_: str = "text"
-) -> Markup:
+def _text(text: str, x: float, y: float, *, anchor: str = "start", class_: str = "text") -> Markup:
     return _tag("text", text, x=x, y=y, text_anchor=anchor, class_=class_)
 
 
@@ -308,8 +326,10 @@ def _svg(
     title: str, description: str, height: float, parts: Sequence[Markup], *, width: float = WIDTH
 ) -> Markup:
     named = (_tag("title", title), _tag("desc", description))
-    size = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": width, "height": height}
-    return _tag("svg", *named, *parts, role="img", class_="chart", **size)
+    box = f"0 0 {width:.0f} {height:.0f}"
+    return _tag(
+        "svg", *named, *parts, role="img", class_="chart", viewBox=box, width=width, height=height
+    )
 
 
 def _tag(name: str, *children: str, **attributes: str | float) -> Markup:

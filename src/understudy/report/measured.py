@@ -137,8 +137,11 @@ def entry_names(entries: Sequence[Entry]) -> list[str]:
 
 
 def accuracy_chart(groups: Sequence[tuple[str, Sequence[Entry]]]) -> Chart | None:
-    """Draw the accuracy of every network; groups are runs, by their letters."""
-    bars = []
+    """Draw the accuracy of every network; groups are runs, by their letters.
+
+    The same network of several runs stands together.
+    """
+    found: dict[str, list[Bar]] = {}
     for letter, utility in groups:
         for entry, name in zip(utility, entry_names(utility), strict=True):
             bar = Bar(
@@ -148,7 +151,8 @@ def accuracy_chart(groups: Sequence[tuple[str, Sequence[Entry]]]) -> Chart | Non
                 is_hatched=entry["trained_on"] == "real",
                 cells=(str(entry["tested_on"]),),
             )
-            bars.append(bar)
+            found.setdefault(name, []).append(bar)
+    bars = [bar for same in found.values() for bar in same]
     if not bars:
         return None
     return bar_chart(
@@ -166,13 +170,16 @@ def _utility_table(utility: Sequence[Entry]) -> Table:
             name,
             str(entry["trained_on"]),
             _count(entry.get("train_images")),
-            f"{entry['tested_on']} ({_count(entry.get('test_images'))} images)",
+            str(entry["tested_on"]),
+            _count(entry.get("test_images")),
             spread(entry["mean"], entry["std"] if len(entry["accuracies"]) > 1 else None),
             ", ".join(f"{100 * accuracy:.1f}" for accuracy in entry["accuracies"]),
         )
         for entry, name in zip(utility, entry_names(utility), strict=True)
     ]
-    columns = ("network", "trained on", "training images", "tested on", "accuracy", "each")
+    columns = (
+        "network", "trained on", "training images", "tested on", "test images", "accuracy", "each",
+    )  # fmt: skip
     return Table("Accuracy on real records", columns, rows)
 
 
@@ -195,9 +202,7 @@ def _by_class(utility: Sequence[Entry], names: Sequence[str]) -> tuple[Chart, ..
                 "Of the test images of each true class (row), the percentage taken for each class "
                 "(column). What lies off the diagonal was mistaken."
             )
-            charts.append(
-                heat_map(f"Confusion: {name}", description, names, entry["confusion"])
-            )
+            charts.append(heat_map(f"Confusion: {name}", description, names, entry["confusion"]))
     return tuple(charts)
 
 
@@ -207,7 +212,7 @@ def _quality_table(quality: Sequence[Entry]) -> Table | None:
     rows = [
         (
             str(entry["features"]),
-            f"{entry['reference']} ({_count(entry.get('reference_images'))} images)",
+            f"{entry['reference']}, {_count(entry.get('reference_images'))}",
             _value(entry.get("fid")),
             _value(entry.get("frechet_distance")),
             _value(entry.get("kid"), entry.get("kid_std")),

@@ -86,9 +86,7 @@ def write_report(
     if not given:
         raise InvalidSettings("no run was named; expected at least one directory of a run")
     pages = [
-        _collect(
-            path, shareable=shareable, ledger=ledger, letter=_letter(number, of=len(given))
-        )
+        _collect(path, shareable=shareable, ledger=ledger, letter=_letter(number, of=len(given)))
         for number, path in enumerate(given)
     ]
     target = Path(out) if out else _default_place(given, pages)
@@ -124,9 +122,7 @@ def render(pages: Sequence[RunPage]) -> str:
     )
 
 
-def _collect(
-    path: Path, *, shareable: bool, ledger: str | Path | bool, letter: str
-) -> RunPage:
+def _collect(path: Path, *, shareable: bool, ledger: str | Path | bool, letter: str) -> RunPage:
     release = _released_part(path)
     run = RunDirectory(path)
     verification = verify(path, ledger=ledger)
@@ -197,8 +193,8 @@ def _compare(pages: Sequence[RunPage]) -> Comparison:
     rows = [
         (
             one.letter,
-            str(one.content["data_set"]["name"]),
             str(one.content["method"]["name"]),
+            str(one.content["data_set"]["name"]),
             one.epsilon,
             one.delta,
             f"{len(one.synthetic):,}",
@@ -206,7 +202,7 @@ def _compare(pages: Sequence[RunPage]) -> Comparison:
         )
         for one in sets
     ]
-    columns = ("run", "data", "method", "epsilon", "delta", "images", "unit")
+    columns = ("run", "method", "data", "epsilon", "delta", "images", "unit")
     measured = [(page, page.measured) for page in pages if page.measured]
     accuracies = [
         (

@@ -19,7 +19,7 @@ from understudy.errors import UnderstudyError
 from understudy.methods import load_method
 from understudy.privacy.certificate import Certificate, Verification, implied_curve
 from understudy.privacy.plan import PublicFacts
-from understudy.report.charts import Chart, Series, Table, decades, line_chart, linear
+from understudy.report.charts import Chart, Series, Table, decades, line_chart, linear, power
 from understudy.report.charts import shares as share_axis
 from understudy.report.trade_off import (
     FURTHER_DELTAS,
@@ -94,7 +94,15 @@ class Released:
     @property
     def delta(self) -> str:
         """Delta for reading."""
-        return f"{self.certificate.delta:g}"
+        return power(self.certificate.delta)
+
+    @property
+    def total(self) -> str:
+        """What all runs on the data cost together when the certificate was issued."""
+        total = self.content["data_set"]["composed_total"]
+        epsilon = "∞" if total["epsilon"] is None else f"{never_less(total['epsilon']):g}"
+        runs = "by this run alone" if total["runs"] == 1 else f"by {total['runs']} runs together"
+        return f"{runs}: ε = {epsilon} at δ = {power(total['delta'])}"
 
     @property
     def name(self) -> str:
@@ -118,7 +126,9 @@ class Released:
     def factor(self) -> str:
         """E to the epsilon, in digits or as a power."""
         factor = math.exp(min(never_less(self.certificate.epsilon), 700))
-        return f"{factor:,.4g}" if factor < LARGEST_FACTOR else f"e^{self.epsilon}"
+        if factor >= LARGEST_FACTOR:
+            return f"{factor:.1e}"
+        return f"{math.ceil(factor):,}" if factor >= 100 else f"{math.ceil(100 * factor) / 100:g}"
 
     @cached_property
     def sheet(self) -> tuple[SheetRow, ...]:
@@ -209,7 +219,8 @@ class Released:
     @property
     def settings(self) -> list[tuple[str, str]]:
         """The method's settings."""
-        return [(k.replace("_", " "), plain(v)) for k, v in self.content["method"]["settings"].items()]
+        settings: dict[str, Any] = self.content["method"]["settings"]
+        return [(name.replace("_", " "), plain(value)) for name, value in settings.items()]
 
     @property
     def certificate_text(self) -> str:
@@ -273,12 +284,19 @@ def attack_chart(sets: Sequence[Released]) -> Chart | None:
             attack_curve(one.whole_curve),
             style=number,
             has_markers=False,
-            label_at=0.35 + 0.12 * number,
+            label_at=0.5 + (0.12 * (number + 1) if one.letter else 0),
+            label_side="left" if one.letter else "right",
         )
         for number, one in enumerate(private)
     ]
-    diagonal = [(k / 4, k / 4) for k in range(5)]
-    guessing = Series("guessing", diagonal, style=3, has_markers=False, label_at=0.75)
+    guessing = Series(
+        "guessing",
+        [(0, 0), (0.5, 0.5), (1, 1)],
+        style=3,
+        has_markers=False,
+        label_at=0.5,
+        label_side="right",
+    )
     return line_chart(
         "Best possible attack against guessing",
         "How often any attacker could rightly say that one unit was in the data (upwards), for "
