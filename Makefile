@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 # Say what is printed, not what is run.
 .SILENT:
-.PHONY: demo test check setup clean
+.PHONY: demo test check setup browser clean
 
 setup: .venv/ready
 
@@ -24,9 +24,22 @@ demo: setup
 	$(BIN)/understudy generate digits --method psg --epsilon 10 --out "$$run" --ledger runs/ledger.sqlite
 	$(BIN)/understudy evaluate "$$run"
 	$(BIN)/understudy verify "$$run" --ledger
-	echo "See $$run/release/contact_sheet.png and $$run/release/certificate.json"
+	$(BIN)/understudy report "$$run" --ledger
+	$(BIN)/understudy report "$$run" --shareable
+	echo "Open $$run/private/report.html; $$run-report.html is the part of it that may be shared"
 
-test: check
+# The report page is tested in a browser. Without one, those tests are skipped and say so.
+browser:
+	find() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
+	find > /dev/null && exit 0
+	as_root=""; [ "$$(id -u)" = 0 ] || as_root="sudo -n"
+	if command -v apt-get > /dev/null; then
+		echo "installing Chromium for the tests of the report page (once)"
+		{ $$as_root apt-get update && $$as_root apt-get install -y --no-install-recommends chromium; } > /dev/null 2>&1 || true
+	fi
+	find > /dev/null || printf '%s\n' "WARNING: there is no Chromium and it could not be installed:" "         the report page will NOT be tested in a browser. Install the package chromium to do so." >&2
+
+test: check browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         synthesize_all,
         verify,
     )
+    from understudy.report import write_report
 
 # Loaded when first used, so that `understudy --help` does not wait for torch.
 _HOMES = {
@@ -50,6 +51,7 @@ _HOMES = {
     "synthesize": "understudy.pipeline",
     "synthesize_all": "understudy.pipeline",
     "verify": "understudy.pipeline",
+    "write_report": "understudy.report",
 }
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "synthesize",
     "synthesize_all",
     "verify",
+    "write_report",
 ]
 
 

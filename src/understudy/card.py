@@ -41,6 +41,15 @@ class About:
         )
 
 
+def never_less(epsilon: float) -> float:
+    """Round an epsilon for reading, upwards.
+
+    >>> never_less(0.99941), never_less(2.0)
+    (1.0, 2.0)
+    """
+    return math.ceil(epsilon * 1000) / 1000
+
+
 def data_card(
     about: About,
     synthetic: SyntheticSet,
@@ -105,7 +114,7 @@ def _guarantee(about: About) -> str:
     if about.epsilon is None:
         return "**None.** This set was made without noise. Do not share it."
     unit = about.facts.unit
-    epsilon = math.ceil(about.epsilon * 1000) / 1000  # never less than certified
+    epsilon = never_less(about.epsilon)
     return (
         f"Differential privacy with epsilon {epsilon:g} and delta {about.delta:g}, for "
         f"each {unit}: had the data of any one {unit} been emptied, every possible outcome would "

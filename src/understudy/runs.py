@@ -72,6 +72,19 @@ def _held(lock: Path, *, wait: bool = False) -> Iterator[None]:
         yield
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidData(
+            f"{path} is not JSON ({error}); it was edited or damaged, remove it or put it back"
+        ) from error
+    if not isinstance(content, dict):
+        raise InvalidData(f"{path} does not hold a JSON object; it was edited, put it back")
+    return content
+
+
 class RunDirectory:
     """One run on disk."""
 
@@ -138,13 +151,12 @@ class RunDirectory:
         root = self.path if self.is_finished else self._working
         path = root / "private" / SETTINGS_FILE
         try:
-            settings: dict[str, Any] = json.loads(path.read_bytes())
+            return _read_object(path)
         except FileNotFoundError:
             raise InvalidData(
                 f"{self.path} is not a run with its private part; expected a directory that "
                 "`understudy generate` wrote"
             ) from None
-        return settings
 
     def discard(self) -> None:
         """Remove an unfinished run of which nothing was released."""
@@ -167,7 +179,7 @@ class RunDirectory:
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
         """Return what was measured on real records, by section; nothing yet if there is nothing."""
         try:
-            content = json.loads((self.path / "private" / METRICS_FILE).read_bytes())
+            content = _read_object(self.path / "private" / METRICS_FILE)
         except FileNotFoundError:
             return {}
         if content.pop("format", None) != METRICS_FORMAT:

@@ -90,6 +90,15 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
                 "understudy; verify the directory"
             ) from error
 
+    @staticmethod
+    def count(path: Path) -> int:
+        """Return how many images a file holds, without reading them."""
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                return int(file.get_slice("labels").get_shape()[0])
+        except (OSError, safetensors.SafetensorError) as error:
+            raise InvalidData(f"{path} cannot be read as a synthetic set ({error})") from error
+
     def contact_sheet(self, *, per_class: int = 10) -> bytes:
         """Draw up to `per_class` images of each class, one row per class, as PNG."""
         side = max(self.images.shape[2:])
@@ -103,12 +112,21 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
         tiles = tiles.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
         tiles = torch.nn.functional.pad(tiles, (2, 2, 2, 2), value=1.0)
         classes, columns, channels, height, width = tiles.shape
-        sheet = tiles.permute(0, 3, 1, 4, 2).reshape(classes * height, columns * width, channels)
-        pixels = (sheet.clamp(0, 1) * 255).round().byte().numpy()
-        picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
-        buffer = io.BytesIO()
-        picture.save(buffer, format="PNG", optimize=True)
-        return buffer.getvalue()
+        sheet = tiles.permute(2, 0, 3, 1, 4).reshape(channels, classes * height, columns * width)
+        return png(sheet)
+
+    def picture(self, index: int) -> bytes:
+        """Draw one image as PNG, a pixel for a pixel."""
+        return png(self.images[index])
+
+
+def png(image: Tensor) -> bytes:
+    """Encode an image (c, h, w), 0 black to 1 white."""
+    pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    picture = Image.fromarray(pixels[..., 0] if len(image) == 1 else pixels)
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
 
 
 def _check_probabilities(given: Tensor, expected: tuple[int, int]) -> None:

@@ -25,6 +25,8 @@ Start with: understudy generate digits --epsilon 10
 COMMANDS = {
     "generate": "Make a synthetic set from private data.",
     "evaluate": "Test classifiers trained on a synthetic set; image quality; memorisation.",
+    "report": "Write one HTML page about a run, or about several side by side.",
+    "runs": "List the runs in a folder, finished and unfinished.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
     "export": "Write a released set as PNG folders, parquet, npz, safetensors or IDX.",
     "verify": "Check a released set against its certificate.",

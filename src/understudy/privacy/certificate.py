@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from understudy.errors import VerificationFailed
 from understudy.files import canonical_json, file_digest
 from understudy.privacy.accounting import (
+    COARSE_INTERVAL,
     CURVE_DELTAS,
     EPSILON_TOLERANCE,
     LIBRARY,
@@ -201,7 +202,13 @@ def read(path: Path) -> Certificate:
         ) from error
     except ValueError as error:
         raise VerificationFailed(f"{path} is not JSON ({error}); it was edited") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    found = content.get("format") if isinstance(content, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        raise VerificationFailed(
+            f"{path} is a certificate of format {found}, this version of understudy reads "
+            f"{FORMAT}; use a newer version"
+        )
+    if found != FORMAT:
         raise VerificationFailed(f"{path} is not a certificate of format {FORMAT}")
     unsealed = {key: value for key, value in content.items() if key != "seal"}
     expected = hashlib.sha256(canonical_json(unsealed)).hexdigest()
@@ -226,9 +233,9 @@ def _check_epsilon(certificate: Certificate) -> float:
     """Recompute epsilon from the plan and compare it with what is certified."""
     if not certificate.has_guarantee:
         return math.inf
-    guarantee, lines = certificate.content["guarantee"], certificate.content["releases"]
+    guarantee = certificate.content["guarantee"]
     plan, multiplier = _plan_and_noise(certificate)
-    for line in lines:
+    for line in certificate.content["releases"]:
         if line["made"] > line["count"]:
             raise VerificationFailed(f"release {line['name']} was made more often than planned")
     split = guarantee["delta_split"]
@@ -247,8 +254,8 @@ def _check_epsilon(certificate: Certificate) -> float:
 
 
 def _plan_and_noise(certificate: Certificate) -> tuple[Plan, float]:
-    lines = certificate.content["releases"]
-    computed = ("made", "bounds", "noise_multiplier")
+    """Return the certified plan and its common noise multiplier."""
+    lines, computed = certificate.content["releases"], ("made", "bounds", "noise_multiplier")
     plan = Plan.from_json([{k: v for k, v in line.items() if k not in computed} for line in lines])
     multipliers = {line["noise_multiplier"] / line["noise_ratio"] for line in lines}
     multiplier = min(multipliers)
@@ -266,6 +273,21 @@ def epsilon_after(certificate: Certificate, made: Mapping[str, int]) -> float:
     guarantee = certificate.content["guarantee"]
     accounted = guarantee["delta_split"]["accounted"]
     return epsilon_of(Plan(lines), multiplier, accounted, guarantee["accountant"]) if lines else 0.0
+
+
+def implied_curve(certificate: Certificate, deltas: Sequence[float]) -> list[tuple[float, float]]:
+    """Return (epsilon, delta) of the certified plan at further deltas, the sampler's tail included.
+
+    A plan has a guarantee at every delta at once; the certificate states a few. Deltas that the
+    tail alone would exceed are left out. Computed coarsely, so a little above what is certified.
+    """
+    guarantee = certificate.content["guarantee"]
+    plan, multiplier = _plan_and_noise(certificate)
+    tail = guarantee["delta_split"]["sampler_tail"]
+    inner = [delta - tail for delta in deltas if delta > tail]
+    accountant = guarantee["accountant"]
+    curve = epsilon_curve(plan, multiplier, inner, accountant, interval=COARSE_INTERVAL)
+    return [(epsilon, delta + tail) for epsilon, delta in zip(curve, inner, strict=True)]
 
 
 def _check_origin(certificate: Certificate, ledger: Ledger) -> None:
