@@ -60,10 +60,11 @@ def measured(train: TrainingSet, tested: RealImages | None = None, **asked) -> l
     ("protocol", "model"), [(None, "convnet"), ("dp-mepf", "resnet9"), ("dp-merf", "logreg")]
 )
 def test_accuracy_tells_good_sets_from_bad(protocol, model):
-    quick = {"protocol": protocol, "models": [model], "seeds": 2, "epochs": 12, "width": 8}
+    quick = {"protocol": protocol, "models": [model], "seeds": 2, "epochs": 15, "width": 8}
     good = training()
-    (found,) = measured(good, **quick)
-    (swapped,) = measured(replace(good, labels=1 - good.labels), **quick)
+    few = real(60)
+    (found,) = measured(good, few, **quick)
+    (swapped,) = measured(replace(good, labels=1 - good.labels), few, **quick)
     assert found.mean > 0.9
     assert swapped.mean < 0.1
     assert len(found.accuracies) == (1 if model == "logreg" else 2)
@@ -71,24 +72,27 @@ def test_accuracy_tells_good_sets_from_bad(protocol, model):
 
 @pytest.mark.parametrize("model", INSTALLED)
 def test_classical_models_learn(model):
-    (found,) = measured(training(200), protocol="dp-merf", models=[model])
+    (found,) = measured(training(100), real(60), protocol="dp-merf", models=[model])
     assert found.mean > 0.9
     assert found.device == "cpu"
 
 
-@pytest.mark.parametrize("model", INSTALLED)
+@pytest.mark.parametrize(
+    "model",
+    [name for name in INSTALLED if name not in ("linear-svc", "adaboost")],  # hardly: order, ties
+)
 def test_only_models_that_a_seed_changes_are_called_random(model):
     (images, labels), (test, _) = (stripes(60, seed, noise=0.9) for seed in (3, 4))
     found = [
         classical.predictions(
             model, images.numpy(), labels.numpy(), test.numpy(), seed=seed
         ).tolist()
-        for seed in (0, 0, *range(1, 7))
+        for seed in (0, 0, 1, 2, 3)
     ]
     assert found[0] == found[1]
     if not CLASSICAL[model].is_random:
         assert all(one == found[0] for one in found)
-    elif model not in ("linear-svc", "adaboost"):  # seeds hardly matter: order, ties
+    else:
         assert any(one != found[0] for one in found)
 
 
@@ -114,7 +118,7 @@ def test_a_seed_does_not_depend_on_how_many_run_beside_it(model):
     assert other.accuracies != among
 
 
-@pytest.mark.parametrize("model", ["convnet", "resnet9"])
+@pytest.mark.parametrize("model", ["convnet", "datalens-cnn"])
 def test_side_by_side_and_captured_as_on_a_gpu_is_the_same(model, monkeypatch):
     quick = Asked(models=[model], seeds=3, epochs=2, width=4)
     evaluation = Evaluation(real=real(noise=0.9), facts=FACTS, asked=quick)
