@@ -69,7 +69,10 @@ class _Subject:
         settings = self.run.settings()
         source = data or settings["source"]
         if not source:
-            raise InvalidData("the run was made from arrays in memory; pass them as `data`")
+            raise InvalidData(
+                "the run was made from arrays in memory, which are not here any more; pass them to "
+                "`measure_memorisation` as `data`, or take a test set as the reference"
+            )
         if not isinstance(source, LabelledImages):
             source = read_source(source, Reading(**settings["reading"]), self.progress)
         registered = registrations.find(self.ledger, source, name=settings["data_set"])
