@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -138,7 +139,9 @@ def test_settings_that_contradict_each_other_are_refused(run):
         measure_quality(run, features="convnet", test=wrong)
 
 
-def test_the_command_line_prints_a_table(run, capsys):
+def test_the_command_line_prints_a_table(run, capsys, monkeypatch):
+    narrow = functools.partial(ReferenceTraining, width=4)
+    monkeypatch.setattr("understudy.cli.measures.ReferenceTraining", narrow)
     arguments = ["evaluate", str(run), "--quality", "--features", "convnet", "--memorisation"]
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--reference-steps", "1"])
