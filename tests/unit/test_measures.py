@@ -61,6 +61,7 @@ def test_quality_with_a_network_of_our_own(run):
     assert entry == json.loads(json.dumps(found.to_json()))
     assert entry["features"] == "convnet trained on test set digits"
     assert "fid" not in entry
+    assert entry["reference_steps"] == 4  # two whole epochs of two batches
     trained = measure_quality(run, features="convnet", reference="training", training=QUICK)
     assert trained.reference_images == 1438
     assert len(RunDirectory(run).metrics()["quality"]) == 2
