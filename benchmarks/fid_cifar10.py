@@ -5,7 +5,7 @@ known to be about 3.15; anything else would mean that weights, value range, resi
 itself are not the ones that published FIDs rest on.
 
 Writes docs/results/fid_cifar10.{json,md} when all images were used, and fails if the distance is
-not the expected one. A GPU takes a minute; --images 20 tries it out on a CPU and writes nothing.
+not the expected one. Meant for a GPU; --images 20 tries it out on a CPU and writes nothing.
 
     python benchmarks/fid_cifar10.py [--data FOLDER] [--weights FILE] [--device cpu] [--images 20]
 """

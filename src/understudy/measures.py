@@ -132,7 +132,9 @@ class _Subject:
         settings = self.run.settings()
         source = data or settings["source"]
         if not source:
-            raise InvalidData(f"the run was made from arrays in memory; {otherwise}")
+            raise InvalidData(
+                f"the run was made from arrays in memory, not here any more; {otherwise}"
+            )
         if isinstance(source, LabelledImages):
             return source
         return read_source(source, Reading(**settings["reading"]), self.progress)
@@ -358,7 +360,9 @@ def measure_memorisation(
     engine = Engine(choose_device(device), say=report.say)
     with _measured(directory, ledger, engine, report) as subject:
         held_out = subject.test_set(test)
-        records = subject.training_records(data, otherwise="pass its records as `data`")
+        records = subject.training_records(
+            data, otherwise="pass its records to `measure_memorisation` as `data`"
+        )
         found = copies.memorisation(
             subject.synthetic, records, held_out, device=engine.device, progress=report
         )

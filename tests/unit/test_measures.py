@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_quality_with_a_network_of_our_own(run):
     assert entry == json.loads(json.dumps(found.to_json()))
     assert entry["features"] == "convnet trained on test set digits"
     assert "fid" not in entry
+    assert entry["reference_steps"] == 4  # two whole epochs of two batches
     trained = measure_quality(run, features="convnet", reference="training", training=QUICK)
     assert trained.reference_images == 1438
     assert len(RunDirectory(run).metrics()["quality"]) == 2
@@ -138,7 +140,9 @@ def test_settings_that_contradict_each_other_are_refused(run):
         measure_quality(run, features="convnet", test=wrong)
 
 
-def test_the_command_line_prints_a_table(run, capsys):
+def test_the_command_line_prints_a_table(run, capsys, monkeypatch):
+    narrow = functools.partial(ReferenceTraining, width=4)
+    monkeypatch.setattr("understudy.cli.measures.ReferenceTraining", narrow)
     arguments = ["evaluate", str(run), "--quality", "--features", "convnet", "--memorisation"]
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--reference-steps", "1"])

@@ -198,7 +198,7 @@ def test_only_the_distance_in_inceptions_features_is_called_fid(features, called
     found = Quality(
         features=features, reference="test set mnist", images=1, reference_images=1,
         frechet_distance=2.5, kid=0.0, kid_std=0.0, precision=None, recall=None,
-        inception_score=None, inception_score_std=None,
+        inception_score=None, inception_score_std=None, reference_steps=None,
     ).to_json()  # fmt: skip
     assert found[called] == 2.5
     assert ("fid" in found) != ("frechet_distance" in found)

@@ -203,7 +203,9 @@ class ReferenceNetwork:
             for value in (facts.mean, facts.std)
         )
         self._network = ConvNet(facts.shape, facts.classes, how.width)
-        epochs = -(-how.steps // -(-len(real.labels) // BATCH))
+        batches = -(-len(real.labels) // BATCH)
+        epochs = -(-how.steps // batches)
+        self.steps = epochs * batches  # whole epochs: at least what was asked for
         sgd = SGD(
             lr=how.lr, epochs=epochs, batch=BATCH, momentum=0.9, weight_decay=5e-4,
             drop_at=(max(1, epochs // 2),),

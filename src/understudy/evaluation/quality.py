@@ -204,6 +204,8 @@ class Quality:
     recall: float | None
     inception_score: float | None
     inception_score_std: float | None
+    reference_steps: int | None
+    """Steps for which the network that knows the reference set was trained."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; the distance is called FID only in Inception's features."""
@@ -259,6 +261,7 @@ def image_quality(
         recall=among and among[1],
         inception_score=score and score[0],
         inception_score_std=score and score[1],
+        reference_steps=None if classifier is None else classifier.steps,
     )
 
 
