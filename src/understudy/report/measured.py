@@ -12,6 +12,7 @@ from understudy.report.charts import (
     Bar,
     Chart,
     Series,
+    Side,
     Table,
     bar_chart,
     heat_map,
@@ -168,17 +169,17 @@ def _utility_table(utility: Sequence[Entry]) -> Table:
     rows = [
         (
             name,
+            spread(entry["mean"], entry["std"] if len(entry["accuracies"]) > 1 else None),
+            ", ".join(f"{100 * accuracy:.1f}" for accuracy in entry["accuracies"]),
             str(entry["trained_on"]),
             _count(entry.get("train_images")),
             str(entry["tested_on"]),
             _count(entry.get("test_images")),
-            spread(entry["mean"], entry["std"] if len(entry["accuracies"]) > 1 else None),
-            ", ".join(f"{100 * accuracy:.1f}" for accuracy in entry["accuracies"]),
         )
         for entry, name in zip(utility, entry_names(utility), strict=True)
     ]
     columns = (
-        "network", "trained on", "training images", "tested on", "test images", "accuracy", "each",
+        "network", "accuracy", "each", "trained on", "training images", "tested on", "test images",
     )  # fmt: skip
     return Table("Accuracy on real records", columns, rows)
 
@@ -230,13 +231,16 @@ def _quality_table(quality: Sequence[Entry]) -> Table | None:
 
 
 def _memorisation(entry: Entry, released: Released) -> Memorisation:
-    quantiles = entry["quantiles"]
+    def points(key: str) -> list[tuple[float, float]]:
+        return list(zip(entry["quantiles"], entry[key], strict=True))
+
+    sides: tuple[tuple[str, str, int, Side], ...] = (
+        ("synthetic", "synthetic", 0, "left"),
+        ("held_out", "held-out records", 1, "right"),
+    )
     lines = [
-        Series(name, list(zip(quantiles, entry[key], strict=True)), style=style, label_at=at)
-        for key, name, style, at in (
-            ("synthetic", "synthetic", 0, 0.75),
-            ("held_out", "held-out records", 1, 0.5),
-        )
+        Series(name, points(key), style=style, label_at=0.6, label_side=side)
+        for key, name, style, side in sides
     ]
     chart = line_chart(
         f"Distance to the nearest training record: {entry['reference']}",

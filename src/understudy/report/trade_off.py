@@ -41,7 +41,7 @@ def most_true_positives(false_positives: float, curve: Iterable[tuple[float, flo
                 gain * false_positives + delta,
                 1 - (1 - delta - false_positives) / gain,
             )
-    return most
+    return max(most, false_positives)  # no bound forbids guessing; rounding must not either
 
 
 def attack_curve(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
