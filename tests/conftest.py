@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "e2e")]
 # One scratch home per test process: calibrations are cached there, the user's own stays untouched.
 os.environ["UNDERSTUDY_HOME"] = tempfile.mkdtemp(prefix="understudy-tests-")
 os.environ.pop("UNDERSTUDY_LEDGER", None)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 torch.set_num_threads(1)
 
 from understudy.privacy.ledger import Ledger  # noqa: E402

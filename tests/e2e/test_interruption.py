@@ -133,7 +133,8 @@ def test_a_signal_stops_at_a_committed_block(tmp_path, number):
     arguments = [
         sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
         "--out", str(tmp_path / "run"), "--ledger", str(tmp_path / "ledger.sqlite"), "--json",
-        "--rounds", "60", "--outer", "2", "--batches", "2", "--width", "8", "--inner", "2",
+        "--rounds", "60", "--outer", "2", "--batches", "2", "--width", "4", "--inner", "2",
+        "--batch", "40",
     ]  # fmt: skip
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -162,7 +163,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
     common = [
         sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
         "--out", str(tmp_path / "run"), "--ledger", str(tmp_path / "ledger.sqlite"), "--json",
-        "--outer", "2", "--batches", "2", "--width", "8", "--inner", "1",
+        "--outer", "2", "--batches", "2", "--width", "8", "--inner", "1", "--batch", "40",
     ]  # fmt: skip
     process = subprocess.Popen([*common, "--rounds", "500"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

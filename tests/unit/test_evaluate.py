@@ -144,7 +144,7 @@ def test_a_run_from_memory_needs_its_test_set(tmp_path):
         data, epsilon=10, accountant="renyi", settings={"rounds": 1, "outer": 1, "batch": 8},
         out=tmp_path / "run", ledger=tmp_path / "ledger.sqlite",
     )  # fmt: skip
-    with pytest.raises(InvalidData, match="arrays in memory; pass a test set with --test"):
+    with pytest.raises(InvalidData, match="not here any more; pass a test set with --test"):
         understudy.evaluate(tmp_path / "run")
     with pytest.raises(InvalidData, match="arrays in memory; leave out --ceiling"):
         understudy.evaluate(tmp_path / "run", test=data, ceiling=True)
