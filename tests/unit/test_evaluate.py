@@ -146,7 +146,7 @@ def test_a_run_from_memory_needs_its_test_set(tmp_path):
     )  # fmt: skip
     with pytest.raises(InvalidData, match="not here any more; pass a test set with --test"):
         understudy.evaluate(tmp_path / "run")
-    with pytest.raises(InvalidData, match="arrays in memory; leave out --ceiling"):
+    with pytest.raises(InvalidData, match="not here any more; leave out --ceiling"):
         understudy.evaluate(tmp_path / "run", test=data, ceiling=True)
     with pytest.raises(InvalidSettings, match="subsample is 11"):
         understudy.evaluate(tmp_path / "run", test=data, subsample=11)
