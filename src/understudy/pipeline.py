@@ -347,6 +347,10 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
 
 def _release(directory: str | Path) -> Path:
     path = Path(directory)
+    if not path.exists() and partial(path).exists():
+        raise InvalidData(
+            f"{path} is not finished; repeat the command that started it, with --resume"
+        )
     return path / "release" if (path / "release").is_dir() else path
 
 

@@ -168,3 +168,9 @@ def test_the_command_prints_a_table_or_lines(run, capsys):
     code, _, err = call("evaluate", run, "--models", "convnett", capsys=capsys)
     assert code == 2
     assert err == "understudy: there is no model 'convnett'; did you mean 'convnet'?\n"
+
+
+def test_an_unfinished_run_is_named_so(tmp_path):
+    (tmp_path / "run.partial").mkdir()
+    with pytest.raises(InvalidData, match="run is not finished; repeat the command"):
+        understudy.evaluate(tmp_path / "run")
