@@ -32,6 +32,7 @@ from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.vault import Vault, follow
 from understudy.progress import Progress
+from understudy.provenance import device_name, forget_peak_memory, peak_memory
 from understudy.runs import SET_FILE, RunDirectory
 from understudy.synthetic import IMAGES_ARE, SyntheticSet
 from understudy.training.engine import Engine
@@ -111,7 +112,7 @@ class Job:
         asked = self.asked
         configured, method, plan = planned(asked, self.vault.facts)
         listening = contextlib.nullcontext(stop) if stop else stop_signals()
-        with self.directory.locked(), listening as should_stop:
+        with self.directory.locked(), self._cost_noted(), listening as should_stop:
             run_id = secrets.token_hex(8)
             try:
                 run_id = self._begin(configured, run_id)
@@ -143,6 +144,17 @@ class Job:
                 ):
                     self.directory.discard()
                 raise
+
+    @contextlib.contextmanager
+    def _cost_noted(self) -> Iterator[None]:
+        started = time.perf_counter()
+        forget_peak_memory()
+        try:
+            yield
+        finally:
+            seconds = round(time.perf_counter() - started, 1)
+            cost = {"seconds": seconds, "peak_gib": peak_memory(), "device": device_name()}
+            self.directory.add_cost(cost)
 
     def _begin(self, configured: Configured, run_id: str) -> str:
         """Write the run's settings, or check that an unfinished run has the same."""

@@ -31,6 +31,7 @@ SET_FILE = "synthetic.safetensors"
 SETTINGS_FILE = "run.json"
 METRICS_FILE = "metrics.json"
 METRICS_FORMAT = 1
+COST_FILE = "cost.json"
 SNAPSHOTS = "snapshots"
 
 
@@ -175,6 +176,21 @@ class RunDirectory:
             # The blocks are needed until the rename is durable, and not after it.
             shutil.rmtree(self.path / "private" / "blocks", ignore_errors=True)
             (self.path / "private" / "lock").unlink(missing_ok=True)
+
+    def add_cost(self, call: Mapping[str, Any]) -> None:
+        """Keep what one call took; a resumed run has several."""
+        root = self.path if self.is_finished else self._working
+        if root.exists():
+            write_json(root / "private" / COST_FILE, [*self.cost(), dict(call)], mode=0o600)
+
+    def cost(self) -> list[dict[str, Any]]:
+        """Return seconds, device and GPU memory of each call."""
+        root = self.path if self.is_finished else self._working
+        try:
+            calls: list[dict[str, Any]] = json.loads((root / "private" / COST_FILE).read_bytes())
+        except (FileNotFoundError, json.JSONDecodeError):  # nothing hangs on it
+            return []
+        return calls
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
         """Return what was measured on real records, by section; nothing yet if there is nothing."""

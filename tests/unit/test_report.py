@@ -73,7 +73,8 @@ def plant(private: Path) -> None:
             return {key: marked(inner) for key, inner in value.items()} | {MARK: MARK}
         return [MARK] if isinstance(value, list) else f"{value}{MARK}"
 
-    (private / "run.json").write_text(json.dumps(marked(settings) | {"device": MARK, "seconds": 5}))
+    (private / "run.json").write_text(json.dumps(marked(settings)))
+    (private / "cost.json").write_text(json.dumps([{"device": MARK, "seconds": 5, MARK: MARK}]))
     for name in ("checkpoint.bin", "log.txt", "timings.json"):
         (private / name).write_text(MARK)
 
@@ -191,7 +192,6 @@ def unfinish(run: Path) -> None:
         (lambda run: edit_metrics(run, utility=[{"model": "x"}]), InvalidData, "lacks or garbles"),
         (lambda run: edit_metrics(run, utility="x"), InvalidData, "lacks or garbles"),
         (lambda run: (run / "private" / "metrics.json").write_text("{"), InvalidData, "not JSON"),
-        (lambda run: (run / "private" / "run.json").write_text("[]"), InvalidData, "JSON object"),
         (lambda run: (run / "release" / "README.md").write_text("x"), VerificationFailed, "README"),
         (lambda run: (run / "release" / "certificate.json").unlink(), InvalidData, "is not a run"),
         (shutil.rmtree, InvalidData, "there is no directory"),

@@ -48,7 +48,11 @@ def test_snapshots_are_kept_evenly_and_cost_less_than_the_whole(tmp_path):
 
 
 def test_without_asking_nothing_is_kept(tmp_path):
-    assert RunDirectory(a_run(tmp_path).directory).snapshots() == []
+    run = RunDirectory(a_run(tmp_path).directory)
+    assert run.snapshots() == []
+    (call,) = run.cost()
+    assert call["seconds"] > 0
+    assert call["device"]
 
 
 def test_convergence_is_accuracy_against_the_epsilon_spent(tmp_path):

@@ -65,9 +65,9 @@ def read_measured(run: RunDirectory, released: Released) -> Measured:
     Raises:
         InvalidData: they are of another version, or an entry lacks what it must have.
     """
-    entries, settings = run.metrics(), run.settings()
+    entries, calls = run.metrics(), run.cost()
     try:
-        return _measured(entries, settings, released)
+        return _measured(entries, calls, released)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InvalidData(
             f"{run.path / 'private' / METRICS_FILE} lacks or garbles a field ({error!r}); use the "
@@ -76,7 +76,7 @@ def read_measured(run: RunDirectory, released: Released) -> Measured:
 
 
 def _measured(
-    entries: Mapping[str, Sequence[Entry]], settings: Entry, released: Released
+    entries: Mapping[str, Sequence[Entry]], calls: Sequence[Entry], released: Released
 ) -> Measured:
     utility, names = entries.get("utility", []), released.synthetic.class_names
     others = {key: value for key, value in entries.items() if key not in SECTIONS}
@@ -89,7 +89,7 @@ def _measured(
             _memorisation(entry, released) for entry in entries.get("memorisation", [])
         ),
         convergence=convergence_chart([("", entries.get("convergence", []))]),
-        cost=_cost_table(utility, settings),
+        cost=_cost_table(utility, calls),
         others=json.dumps(others, indent=2, ensure_ascii=False) if others else "",
         entries=entries,
     )
@@ -295,11 +295,12 @@ def convergence_chart(groups: Sequence[tuple[str, Sequence[Entry]]]) -> Chart | 
     )
 
 
-def _cost_table(utility: Sequence[Entry], settings: Entry) -> Table | None:
+def _cost_table(utility: Sequence[Entry], calls: Sequence[Entry]) -> Table | None:
     rows = []
-    if settings.get("seconds") is not None:
-        device = str(settings.get("device", "not recorded"))
-        rows.append(("making the set", _seconds(settings["seconds"]), device))
+    if calls:
+        seconds = sum(call["seconds"] for call in calls)
+        devices = ", ".join(dict.fromkeys(str(call["device"]) for call in calls))
+        rows.append(("making the set", _seconds(seconds), devices))
     rows += [
         (f"evaluating {name}", _seconds(entry["seconds"]), str(entry.get("device", "not recorded")))
         for entry, name in zip(utility, entry_names(utility), strict=True)

@@ -23,13 +23,12 @@ from understudy.job import Result, StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence
 from understudy.pipeline import load_data, load_result, synthesize
 from understudy.progress import Progress
-from understudy.provenance import commit, device_name, forget_peak_memory, peak_memory
+from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
 from understudy.reproduce.experiment import Experiment, PlannedRun
 from understudy.runs import RunDirectory, partial
 
 FORMAT = 1
-NO_COST: dict[str, Any] = {"seconds": [], "peak_gib": None}
 Cell = dict[str, Any]
 """A measured number with everything it takes to make it again."""
 
@@ -167,13 +166,10 @@ class _Executor:
 
     def _made(self, run: PlannedRun, data: LabelledImages) -> tuple[Result, dict[str, Any]]:
         """Return the run's result, made now or before, and what making it took."""
-        out, notes = self.place.work / run.name, self.place.work / f"{run.name}.cost.json"
-        cost = json.loads(notes.read_bytes()) if notes.exists() else NO_COST
+        out = self.place.work / run.name
         if RunDirectory(out).is_finished:
-            return load_result(out), cost
-        forget_peak_memory()
-        started = time.perf_counter()
-        try:
+            result = load_result(out)
+        else:
             result = synthesize(
                 data,
                 **run.request(),
@@ -185,12 +181,10 @@ class _Executor:
                 stop=self.stop,
                 progress=self.report,
             )
-        finally:
-            seconds = round(time.perf_counter() - started, 1)
-            peaks = [peak for peak in (cost["peak_gib"], peak_memory()) if peak is not None]
-            cost = {"seconds": [*cost["seconds"], seconds], "peak_gib": max(peaks, default=None)}
-            write_json(notes, cost)
-        return result, cost
+        calls = RunDirectory(out).cost()
+        peaks = [call["peak_gib"] for call in calls if call["peak_gib"] is not None]
+        seconds = [call["seconds"] for call in calls]
+        return result, {"seconds": seconds, "peak_gib": max(peaks, default=None)}
 
     def _measured(self, result: Result, data: LabelledImages, model: str) -> dict[str, Any]:
         """Train `model` on the set, and on what was kept on the way if the experiment says so."""
