@@ -19,7 +19,7 @@ from torch import Tensor
 from understudy import __version__
 from understudy.card import About, data_card
 from understudy.data.images import LabelledImages
-from understudy.errors import Interrupted, InvalidSettings
+from understudy.errors import Interrupted, InvalidSettings, StorageError
 from understudy.files import canonical_json
 from understudy.methods import load_method
 from understudy.methods.method import Configured, Method, configure
@@ -85,6 +85,8 @@ class Request:
 
 def planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Plan]:
     """Complete the settings and plan the releases; refuses whatever cannot work."""
+    if asked.snapshots < 0:
+        raise InvalidSettings(f"snapshots is {asked.snapshots}, expected 0 or more")
     asked.budget().check_delta(facts.units, allow_large=asked.allow_large_delta)
     method_class = load_method(asked.method)
     configured = configure(
@@ -154,7 +156,8 @@ class Job:
         finally:
             seconds = round(time.perf_counter() - started, 1)
             cost = {"seconds": seconds, "peak_gib": peak_memory(), "device": device_name()}
-            self.directory.add_cost(cost)
+            with contextlib.suppress(StorageError):  # a finished run must not fail over it
+                self.directory.add_cost(cost)
 
     def _begin(self, configured: Configured, run_id: str) -> str:
         """Write the run's settings, or check that an unfinished run has the same."""

@@ -8,7 +8,7 @@ import torch
 
 import understudy
 from understudy.data.images import labelled_images
-from understudy.errors import InvalidData
+from understudy.errors import InvalidData, InvalidSettings
 from understudy.privacy.certificate import epsilon_after
 from understudy.runs import RunDirectory
 from understudy.synthetic import SyntheticSet
@@ -79,3 +79,8 @@ def test_a_run_without_snapshots_has_no_way_to_show(tmp_path):
     result = a_run(tmp_path)
     with pytest.raises(InvalidData, match="make a run with --snapshots"):
         understudy.measure_convergence(result.directory, test=some_data())
+
+
+def test_less_than_no_snapshots_are_refused(tmp_path):
+    with pytest.raises(InvalidSettings, match="snapshots is -1"):
+        a_run(tmp_path, snapshots=-1)
