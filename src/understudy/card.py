@@ -50,6 +50,18 @@ def never_less(epsilon: float) -> float:
     return math.ceil(epsilon * 1000) / 1000
 
 
+def factor(epsilon: float) -> float:
+    """Return e^epsilon, infinite where floating-point numbers end.
+
+    >>> factor(0), factor(1e4)
+    (1.0, inf)
+    """
+    try:
+        return math.exp(epsilon)
+    except OverflowError:
+        return math.inf
+
+
 def data_card(
     about: About,
     synthetic: SyntheticSet,
@@ -118,7 +130,7 @@ def _guarantee(about: About) -> str:
     return (
         f"Differential privacy with epsilon {epsilon:g} and delta {about.delta:g}, for "
         f"each {unit}: had the data of any one {unit} been emptied, every possible outcome would "
-        f"have been about as likely, within a factor of e^epsilon = {math.exp(epsilon):.4g}, but "
+        f"have been about as likely, within a factor of e^epsilon = {factor(epsilon):.4g}, but "
         "for delta. The smaller epsilon is, the less can anyone learn from this set about a single "
         f"{unit}. `certificate.json` says how this was reached."
     )

@@ -94,13 +94,14 @@ def _paper(_: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str
 
 
 def _best(facts: PublicFacts, epsilon: float, _: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fewer, larger batches, each used for ten smooth steps, on hardly trained networks."""
+    """Return fewer, larger batches, each used for ten smooth steps, on small, fresh networks."""
     return {
         "rounds": 2000 if epsilon >= 5 else 160,
         "outer": 5,
         "batches": 1,
         "inner": 10,
         "batch": max(1, round(facts.units / 24)),
+        "width": 64,
         "start": 0.1,
         "image_lr": 0.3,
         "image_steps": 10,

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from understudy.card import never_less
+from understudy.card import factor, never_less
 from understudy.errors import UnderstudyError
 from understudy.methods import load_method
 from understudy.privacy.certificate import Certificate, Verification, implied_curve
@@ -125,10 +125,10 @@ class Released:
     @property
     def factor(self) -> str:
         """E to the epsilon, in digits or as a power."""
-        factor = math.exp(min(never_less(self.certificate.epsilon), 700))
-        if factor >= LARGEST_FACTOR:
-            return f"{factor:.1e}"
-        return f"{math.ceil(factor):,}" if factor >= 100 else f"{math.ceil(100 * factor) / 100:g}"
+        odds = factor(never_less(self.certificate.epsilon))
+        if odds >= LARGEST_FACTOR:
+            return f"{odds:.1e}"
+        return f"{math.ceil(odds):,}" if odds >= 100 else f"{math.ceil(100 * odds) / 100:g}"
 
     @cached_property
     def sheet(self) -> tuple[SheetRow, ...]:
