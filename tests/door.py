@@ -14,10 +14,11 @@ from torch import Tensor
 from understudy.data.images import LabelledImages, labelled_images
 from understudy.privacy.curator import Curator
 from understudy.privacy.ledger import Ledger
-from understudy.privacy.plan import Budget, Plan, PlannedRelease
+from understudy.privacy.plan import Block, Budget, Plan, PlannedRelease
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.privacy.records import Records
 from understudy.privacy.registration import RegistrationTerms, register
+from understudy.privacy.releases.class_sums import Embedding
 from understudy.privacy.sampling import Access
 from understudy.privacy.vault import Vault
 from understudy.training.engine import Engine
@@ -112,17 +113,31 @@ def open_curator(
     sampling_rate: float = 1.0,
     budget: Budget = LOOSE,
     run_id: str | None = None,
+    blocks: tuple[Block, ...] = (),
     **options: Any,
 ) -> Curator:
     vault = vault or a_vault(ledger)
     line = PlannedRelease(
-        name=kind, kind=kind, count=count, dimension=dimension, sampling_rate=sampling_rate
+        name=kind,
+        kind=kind,
+        count=count,
+        dimension=dimension,
+        sampling_rate=sampling_rate,
+        blocks=blocks,
     )
     run_id = run_id or secrets.token_hex(4)
     options.setdefault("allow_large_delta", True)
     return vault.open(
         Plan((line,)), budget, ledger, workspace=folder / run_id, run_id=run_id, **options
     )
+
+
+def features_of(
+    function: Any, *, dimension: int = 64, bound: float = 1.0, **declared: Any
+) -> Embedding:
+    """An embedding of one block, called `features`."""
+    block = Block(name="features", dimension=dimension, bound=bound, **declared)
+    return Embedding(lambda image: [function(image)], (block,))
 
 
 def linear_loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:

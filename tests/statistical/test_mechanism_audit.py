@@ -11,11 +11,11 @@ import pytest
 import torch
 from scipy import optimize, stats
 
-from door import CPU, a_vault, open_curator, some_images, without
+from door import CPU, a_vault, features_of, open_curator, some_images, without
 from understudy.privacy.plan import Budget
 from understudy.privacy.randomness import SecretRandomness
 from understudy.privacy.records import Records
-from understudy.privacy.releases.class_sums import FeatureMap, class_sums
+from understudy.privacy.releases.class_sums import class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
 from understudy.privacy.sampling import Access
@@ -74,7 +74,7 @@ def ask_gradient(access: Access) -> float:
 
 def ask_class_sums(access: Access) -> float:
     """The canary alone has a feature, far beyond the declared bound."""
-    features = FeatureMap(
+    features = features_of(
         lambda image: torch.where(image.min() == 1, 1e6, 0.0)[None], dimension=1, bound=3.0
     )
     return class_sums(access, features)[2].item()

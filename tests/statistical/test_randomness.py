@@ -9,9 +9,17 @@ import pytest
 import torch
 from scipy import stats
 
-from door import CPU, a_vault, linear_loss, linear_params, open_curator, records_of, some_images
+from door import (
+    CPU,
+    a_vault,
+    features_of,
+    linear_loss,
+    linear_params,
+    open_curator,
+    records_of,
+    some_images,
+)
 from understudy.privacy.randomness import SAMPLER_REACH, SecretRandomness
-from understudy.privacy.releases.class_sums import FeatureMap
 from understudy.privacy.sampling import Access
 from understudy.training.engine import Engine
 
@@ -26,8 +34,10 @@ def noise_of(kind: str, ledger, folder, count: int = 40) -> tuple[np.ndarray, fl
     """Return what a release adds to a known sum, and the claimed standard deviation."""
     data = some_images(50)
     vault = a_vault(ledger, data)
-    curator = open_curator(ledger, folder, vault=vault, kind=kind, count=count)
     bound = {"gradient": 0.25, "class_sums": 2.0, "histogram": 1.0}[kind]
+    zero = features_of(lambda image: torch.zeros(64), bound=bound)
+    blocks = zero.blocks if kind == "class_sums" else ()
+    curator = open_curator(ledger, folder, vault=vault, kind=kind, count=count, blocks=blocks)
     claimed = curator.calibration.noise_multiplier * bound
     draws = []
     for _ in range(count):
@@ -38,8 +48,7 @@ def noise_of(kind: str, ledger, folder, count: int = 40) -> tuple[np.ndarray, fl
             draws.append(torch.cat([t.flatten() for t in flat.values()]) * 50)
             curator.checkpoint(1, {})
         elif kind == "class_sums":
-            zero = FeatureMap(lambda image: torch.zeros(64), dimension=64, bound=bound)
-            draws.append(curator.class_sums(zero).flatten())
+            draws.append(curator.class_sums(zero)["features"].flatten())
         else:
             draws.append(curator.histogram() - torch.from_numpy(np.bincount(data.labels)))
     return torch.cat(draws).numpy(), claimed

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 
-from door import chosen, some_images
+from door import chosen, features_of, some_images
 from understudy.nets.convnet import ConvNet
 from understudy.privacy.briefing import Briefing
 from understudy.privacy.group import joined
@@ -21,19 +21,23 @@ from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Budget, Plan, PlannedRelease
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.privacy.registration import RegistrationTerms, register
-from understudy.privacy.releases.class_sums import FeatureMap
 from understudy.privacy.vault import Vault, follow
 from understudy.training.engine import Engine
 
 SELECTED = (0, 3, 4, 7, 10, 11, 12, 20, 29, 30, 31)
 NETWORK = ConvNet((1, 8, 8), 3, width=4)
+FEATURES = features_of(lambda image: image.flatten() / 8)
 PLAN = Plan(
     (
         PlannedRelease(
             name="gradient", kind="gradient", count=2, dimension=1000, sampling_rate=0.5
         ),
         PlannedRelease(
-            name="class_sums", kind="class_sums", count=1, dimension=192, sampling_rate=1.0
+            name="class_sums",
+            kind="class_sums",
+            count=1,
+            dimension=192,
+            blocks=FEATURES.blocks,
         ),
     )
 )
@@ -70,8 +74,7 @@ def main(folder: Path, epsilon: float, others: float) -> None:
             )
         # The others' parameters are off: what counts is the leader's.
         params = NETWORK.init(torch.Generator().manual_seed(group.rank))
-        features = FeatureMap(lambda image: image.flatten() / 8, dimension=64, bound=1.0)
-        found = {"class_sums": curator.class_sums(features)}
+        found = {"class_sums": curator.class_sums(FEATURES)["features"]}
         clip_norm = 0.1 if group.leads else others
         found |= curator.gradient(loss, params, clip_norm=clip_norm)
         curator.checkpoint(1, {})

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from door import LOOSE, a_vault, linear_loss, linear_params, open_curator, some_images
+from door import (
+    LOOSE,
+    a_vault,
+    features_of,
+    linear_loss,
+    linear_params,
+    open_curator,
+    some_images,
+)
 from understudy.errors import Interrupted, LedgerError, PlanExhausted, PlanViolation
 from understudy.privacy import blocks as blocks_module
 from understudy.privacy.curator import Pace
 from understudy.privacy.plan import Plan, PlannedRelease
-from understudy.privacy.releases.class_sums import FeatureMap
 
 ALWAYS = Pace(seconds=0.0)
 NEVER = Pace(seconds=1e9)
@@ -196,10 +203,13 @@ def test_a_one_shot_answer_is_committed_before_it_is_seen_and_replayed(ledger, t
 
 
 def test_a_killed_one_shot_release_never_shows_its_answer(ledger, tmp_path, monkeypatch):
-    vault, features = a_vault(ledger), FeatureMap(lambda i: i.flatten(), dimension=64, bound=1.0)
+    vault, features = a_vault(ledger), features_of(lambda image: image.flatten())
 
     def opened():
-        return open_curator(ledger, tmp_path, vault=vault, run_id="c", kind="class_sums", count=1)
+        return open_curator(
+            ledger, tmp_path, vault=vault, run_id="c", kind="class_sums", count=1,
+            blocks=features.blocks,
+        )  # fmt: skip
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         crash_in(patch, ledger, "commit_block", after=False)
@@ -208,6 +218,25 @@ def test_a_killed_one_shot_release_never_shows_its_answer(ledger, tmp_path, monk
     assert curator.made() == {"class_sums": 1}  # rolled forward: paid once
     curator.class_sums(features)
     assert len(ledger.blocks("c")) == 1
+
+
+def test_work_after_the_last_release_is_kept_without_a_charge(ledger, tmp_path):
+    def opened(**pace):
+        return open_curator(
+            ledger, tmp_path, run_id="w", kind="histogram", count=1, pace=Pace(**pace)
+        )
+
+    curator = opened(seconds_between=0.0)
+    answer = curator.histogram()
+    curator.checkpoint(7, {"weights": torch.ones(3)})
+    assert curator.made() == {"histogram": 1}
+    patient = opened(seconds_between=1e9)
+    assert torch.equal(patient.histogram(), answer)  # asked for first, as in the first life
+    assert patient.restore()[0] == 7
+    patient.checkpoint(8, {"weights": torch.zeros(3)})  # not yet due
+    step, state = opened().restore()
+    assert step == 7
+    assert torch.equal(state["weights"], torch.ones(3))
 
 
 def test_a_stop_commits_and_says_how_to_go_on(resume):

@@ -16,6 +16,7 @@ from door import (
     LOOSE,
     a_vault,
     access_to,
+    features_of,
     linear_loss,
     linear_params,
     open_curator,
@@ -34,7 +35,6 @@ from understudy.methods.method import configure
 from understudy.methods.psg import PSG
 from understudy.privacy.disclosure import disclose_hold_out, disclose_training_records
 from understudy.privacy.plan import Budget, Plan, PlannedRelease
-from understudy.privacy.releases.class_sums import FeatureMap
 from understudy.privacy.sealed import Sealed
 from understudy.progress import Progress
 
@@ -77,8 +77,9 @@ def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
     method.run(curator, Progress())
     releases = len(Tripwire.reads)
     assert releases >= 8, "the tripwire saw nothing"
-    features = FeatureMap(lambda image: image.flatten(), dimension=64, bound=8.0)
-    open_curator(ledger, tmp_path, vault=vault, kind="class_sums").class_sums(features)
+    features = features_of(lambda image: image.flatten(), bound=8.0)
+    curator = open_curator(ledger, tmp_path, vault=vault, kind="class_sums", blocks=features.blocks)
+    curator.class_sums(features)
     open_curator(ledger, tmp_path, vault=vault, kind="histogram").histogram()
     for stack in Tripwire.reads:
         assert is_under(stack, "understudy", "privacy", "releases")

@@ -85,24 +85,26 @@ class Blocks(Counts):
 
     def count(self, release: str) -> None:
         """Record that `release` is about to be made; start a block if none is open."""
+        self._start()[release] += 1
+
+    def _start(self) -> Counter[str]:
         if self._open is None:
             self._attempt = self._ledger.start_block(self._run_id, self._number)
             self._open = Counter()
-        self._open[release] += 1
+        return self._open
 
     def commit(
         self, kind: str, step: int, tensors: Mapping[str, Tensor], notes: dict[str, Any]
     ) -> BlockResult:
-        """Make the open block durable with its result."""
-        if self._open is None:
-            raise LedgerError("no block is open, so there is nothing to commit")
+        """Make the open block durable with its result; without one, a block of no releases."""
+        releases = dict(self._start())
         header = {
             "run": self._run_id,
             "block": self._number,
             "attempt": self._attempt,
             "kind": kind,
             "step": step,
-            "releases": dict(self._open),
+            "releases": releases,
             "notes": notes,
             "names": list(tensors),
         }
@@ -112,10 +114,8 @@ class Blocks(Counts):
         content = payload + self._ledger.mac(payload)
         write_file(self._file(self._number), content, mode=0o600)
         digest = hashlib.sha256(content).hexdigest()
-        self._ledger.commit_block(
-            self._run_id, self._number, releases=dict(self._open), digest=digest
-        )
-        self.committed += self._open
+        self._ledger.commit_block(self._run_id, self._number, releases=releases, digest=digest)
+        self.committed += Counter(releases)
         self._open = None
         result = BlockResult(kind, step, contents, notes)
         self._keep(self._number, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,9 @@ CLIP_MARGIN = 1e-9
 LARGEST_RATIO = 1e100
 """Rows longer than this many bounds count as not finite."""
 
+LARGEST_PIECE = 2**25
+"""Values that are in float64 at once."""
+
 
 def noisy_bounded_sum(
     access: Access,
@@ -30,6 +34,7 @@ def noisy_bounded_sum(
     dimension: int,
     bound: float,
     many_times: bool = False,
+    by_class: Sequence[bool] | None = None,
 ) -> Tensor:
     """Sample units, sum their bounded contributions, add Gaussian noise once.
 
@@ -37,9 +42,11 @@ def noisy_bounded_sum(
         access: the records.
         contribution: what each record adds.
         inputs: what `contribution` gets beside the records.
-        dimension: of a contribution.
+        dimension: of the sum.
         bound: on the L2 norm of a unit's contribution.
         many_times: whether it pays to compile `contribution`.
+        by_class: for each block of rows, whether each class's records are summed apart. A unit's
+            contribution is then one vector with a part for each class.
 
     Privacy:
         Reads the records of the sampled units. A unit's records are summed, then the sum is scaled
@@ -61,11 +68,18 @@ def noisy_bounded_sum(
     access.group.agree_on(bound)
     units = access.sample_units()
     total = torch.zeros(dimension, dtype=torch.float64, device=records.device)
-    if many_times and engine.is_static and records.one_each:
+    if by_class is not None and records.one_each:
+        for rows, labels in records.record_rows(units, contribution, inputs or {}):
+            is_in = _is_in(labels, access.classes)
+            sums_of = [is_in if apart else None for apart in by_class]
+            total += _whole(clipped_sum(rows, bound, sums_of=sums_of), dimension)
+    elif many_times and engine.is_static and records.one_each:
         step = _BoundedSum(contribution, bound)
         for places in records.padded_places(units, access.static_batch):
             total += _whole(records.sum_in_place(engine, step, inputs or {}, *places), dimension)
     else:
+        if by_class is not None:
+            contribution = _InClass(contribution, access.classes, tuple(by_class))
         for rows in records.unit_rows(units, contribution, inputs or {}, dimension=dimension):
             total += _whole(clipped_sum(rows, bound), dimension)
     noise_std = access.noise_multiplier * bound
@@ -97,6 +111,28 @@ class _BoundedSum:
         return clipped_sum(rows, self.bound, counts)
 
 
+def _is_in(labels: Tensor, classes: int) -> Tensor:
+    """Return which records are in which class (classes, n)."""
+    return torch.arange(classes, device=labels.device)[:, None] == labels
+
+
+@dataclass(frozen=True)
+class _InClass:
+    """Rows with a part for each class, zero but for the record's own: units may be in several."""
+
+    contribution: Contribution
+    classes: int
+    by_class: tuple[bool, ...]
+
+    def __call__(self, inputs: Params, images: Tensor, labels: Tensor) -> Rows:
+        is_in = _is_in(labels, self.classes).T
+        rows = self.contribution(inputs, images, labels)
+        return [
+            torch.where(is_in[..., None], block.flatten(1)[:, None], 0) if apart else block
+            for block, apart in zip(rows, self.by_class, strict=True)
+        ]
+
+
 def snapped(values: Tensor, noise_std: float) -> Tensor:
     """Round to a fixed public grid, a millionth of the noise or finer.
 
@@ -110,8 +146,14 @@ def snapped(values: Tensor, noise_std: float) -> Tensor:
     return torch.round(values / grid) * grid
 
 
-def clipped_sum(rows: Rows, bound: float, counts: Tensor | None = None) -> Tensor:
-    """Scale each row to an L2 norm of at most `bound` and sum them, flat.
+def clipped_sum(
+    rows: Rows,
+    bound: float,
+    counts: Tensor | None = None,
+    *,
+    sums_of: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """Scale each row to an L2 norm of at most `bound` and sum them, flat, block by block.
 
     All in float64: summing hundreds of float32 rows in float32 would let one unit change the
     rounding of all others. Rows may be narrower: what is bounded is the row as it was rounded.
@@ -120,28 +162,47 @@ def clipped_sum(rows: Rows, bound: float, counts: Tensor | None = None) -> Tenso
         rows: blocks (n, ...), of any floating type.
         bound: the bound.
         counts: which rows count (n,); all by default.
+        sums_of: for each block, which of several sums (sums, n) a row is part of, at most one; None
+            for one sum of all.
     """
     limit = bound * (1 - CLIP_MARGIN)
     orders = [_memory_order(block) for block in rows]
     blocks = [
-        block.permute(order).reshape(len(block), -1).double()
+        block.permute(order).reshape(len(block), -1)
         for block, order in zip(rows, orders, strict=True)
     ]
     norms = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(block, dim=1) for block in blocks]), dim=0
+        torch.stack(
+            [torch.linalg.vector_norm(piece, dim=1) for block in blocks for piece in _wide(block)]
+        ),
+        dim=0,
     )
     is_kept = norms < LARGEST_RATIO * limit  # false for NaN and infinity too
     if counts is not None:
         is_kept = is_kept & counts
     scale = torch.where(is_kept, limit / norms.clamp(min=limit), 0)
-    if counts is not None or not bool(is_kept.all()):  # nothing times zero is zero, if finite
-        blocks = [torch.where(is_kept[:, None], block, 0) for block in blocks]
+    is_mixed = counts is not None or not bool(is_kept.all())
     sums = []
-    for row, block, order in zip(rows, blocks, orders, strict=True):
+    for row, block, order, of in zip(
+        rows, blocks, orders, sums_of or [None] * len(rows), strict=True
+    ):
+        weights = scale[None] if of is None else torch.where(of, scale, 0)
+        parts = []
+        for piece in _wide(block):
+            # Nothing times zero is zero, if finite.
+            finite = torch.where(is_kept[:, None], piece, 0) if is_mixed else piece
+            parts.append(weights @ finite)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         sides = [row.shape[dim] for dim in order[1:]]
-        back = [order.index(dim) - 1 for dim in range(1, row.ndim)]
-        sums.append((scale[None] @ block).view(sides).permute(back).flatten())
+        back = [order.index(dim) for dim in range(1, row.ndim)]
+        sums.append(whole.view(-1, *sides).permute(0, *back).flatten())
     return torch.cat(sums)
+
+
+def _wide(block: Tensor) -> Iterator[Tensor]:
+    """Yield rows in float64, in pieces of columns where all at once would take much memory."""
+    columns = max(1, LARGEST_PIECE // max(1, len(block)))
+    yield from (piece.double() for piece in torch.split(block, columns, dim=1))
 
 
 def _memory_order(block: Tensor) -> list[int]:

@@ -21,10 +21,10 @@ from understudy.privacy.blocks import Blocks
 from understudy.privacy.briefing import FollowingBlocks
 from understudy.privacy.gradients import Loss
 from understudy.privacy.group import Group
-from understudy.privacy.plan import Kind, Plan, PublicFacts
+from understudy.privacy.plan import Kind, Plan, PublicFacts, joint_bound
 from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records
-from understudy.privacy.releases.class_sums import FeatureMap, class_sums
+from understudy.privacy.releases.class_sums import Embedding, class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
 from understudy.privacy.sampling import Access
@@ -44,6 +44,8 @@ class Pace:
     """When to commit, whether to stop, and how often to keep the set as it is so far."""
 
     seconds: float = 5.0
+    seconds_between: float = 60.0
+    """The same where no releases were made: only work would be lost."""
     should_stop: Callable[[], bool] = lambda: False
     snapshots: int = 0
     """Over the whole plan."""
@@ -101,16 +103,26 @@ class Curator(Sealed):
         access = self._open(release, "gradient", dimension=dimension, bound=clip_norm)
         return gradient(access, loss, params, clip_norm=clip_norm)
 
-    def class_sums(self, features: FeatureMap, *, release: str = "class_sums") -> Tensor:
-        """Return the noisy sums of `features` over each class's records: (classes, dimension)."""
-        dimension = self.facts.classes * features.dimension
-        return self._answer(
-            release,
-            lambda: class_sums(
-                self._open(release, "class_sums", dimension=dimension, bound=features.bound),
-                features,
-            ),
-        )
+    def class_sums(self, embedding: Embedding, *, release: str = "class_sums") -> dict[str, Tensor]:
+        """Return the noisy sums of each block of `embedding`, by its name.
+
+        Tensors are (classes, dimension), or (dimension,) for a block over all classes.
+        """
+        classes = self.facts.classes
+
+        def answer() -> Tensor:
+            if embedding.blocks != self.plan[release].blocks:
+                raise PlanViolation(
+                    f"release '{release}' is planned with blocks {self.plan[release].blocks} but "
+                    f"was asked for with {embedding.blocks}; correct the method's plan"
+                )
+            bound = joint_bound(embedding.blocks)
+            access = self._open(
+                release, "class_sums", dimension=embedding.dimension(classes), bound=bound
+            )
+            return class_sums(access, embedding)
+
+        return embedding.split(self._answer(release, answer), classes)
 
     def histogram(self, *, release: str = "histogram") -> Tensor:
         """Return the noisy number of records of each class (classes,)."""
@@ -202,11 +214,14 @@ class Curator(Sealed):
             Interrupted: a signal asked to stop; everything up to here is committed.
         """
         should_stop = self._group.agrees(self._pace.should_stop())
-        is_due = time.monotonic() - self._committed_at >= self._pace.seconds
+        has_releases = self._blocks.is_open
+        wait = self._pace.seconds if has_releases else self._pace.seconds_between
+        is_due = time.monotonic() - self._committed_at >= wait
         is_worth_a_snapshot = so_far is not None and self._part() > self._part_kept
         self._offered = (step, state)
-        if should_stop or is_due or is_worth_a_snapshot or self.is_exhausted:
-            self._commit_offered()
+        is_complete = has_releases and self.is_exhausted
+        if should_stop or is_due or is_worth_a_snapshot or is_complete:
+            self._commit(step, state)
         if so_far and is_worth_a_snapshot:  # committed, so it may be kept
             self._part_kept = self._part()
             self._pace.keep(self.made(), so_far())
@@ -228,7 +243,9 @@ class Curator(Sealed):
             raise PlanViolation(
                 "a method went on, or ended, with uncommitted releases; call checkpoint after them"
             )
-        step, state = self._offered
+        self._commit(*self._offered)
+
+    def _commit(self, step: int, state: State) -> None:
         flat: dict[str, Tensor] = {}
         for name, value in state.items():
             if isinstance(value, Tensor):

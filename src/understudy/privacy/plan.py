@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -49,6 +49,43 @@ class PublicFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Block:
+    """One part of an embedding of records, as the plan declares it and the release enforces it."""
+
+    name: str
+    dimension: int
+    """Number of a record's features."""
+    bound: float = 1.0
+    """L2 norm that a record's features do not exceed."""
+    ratio: float = 1.0
+    """Noise, measured in bounds, relative to other blocks'."""
+    by_class: bool = True
+    """Whether each class's records are summed apart."""
+    is_non_negative: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dimension < 1:
+            raise InvalidSettings(
+                f"block '{self.name}' has {self.dimension} features, expected at least 1"
+            )
+        for what in ("bound", "ratio"):
+            value = getattr(self, what)
+            if not (value > 0 and math.isfinite(value)):
+                raise InvalidSettings(
+                    f"block '{self.name}' has a {what} of {value:g}, expected a positive number"
+                )
+
+    def sums(self, classes: int) -> int:
+        """Return the number of sums over records that are released."""
+        return classes if self.by_class else 1
+
+
+def joint_bound(blocks: Sequence[Block]) -> float:
+    """Return the L2 norm that a record's blocks do not exceed, each divided by bound and ratio."""
+    return math.sqrt(sum(block.ratio**-2 for block in blocks))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedRelease:
     """One line of a plan: `count` Gaussian releases at one sampling rate."""
 
@@ -60,6 +97,8 @@ class PlannedRelease:
     sampling_rate: float = 1.0
     noise_ratio: float = 1.0
     """Noise multiplier of this line relative to the plan's common one."""
+    blocks: tuple[Block, ...] = ()
+    """Of what `class_sums` releases, as one Gaussian."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.dimension < 1:
@@ -112,12 +151,27 @@ class Plan:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return a JSON array, one object per line."""
-        return [asdict(release) for release in self.releases]
+        lines = [asdict(release) for release in self.releases]
+        return [
+            line | {"blocks": list(line["blocks"])} if line["blocks"] else _without_blocks(line)
+            for line in lines
+        ]
 
     @classmethod
     def from_json(cls, content: list[dict[str, Any]]) -> Plan:
         """Read what `to_json` returned."""
-        return cls(tuple(PlannedRelease(**line) for line in content))
+        return cls(
+            tuple(
+                PlannedRelease(
+                    **line | {"blocks": tuple(Block(**block) for block in line.get("blocks", ()))}
+                )
+                for line in content
+            )
+        )
+
+
+def _without_blocks(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "blocks"}
 
 
 @dataclass(frozen=True, kw_only=True)

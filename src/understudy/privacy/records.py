@@ -17,7 +17,9 @@ from understudy.privacy.sealed import Sealed
 from understudy.training.engine import Engine
 
 ROW_BYTES = 10 * 2**20
-"""Memory that the rows of one chunk may take, whatever the batch."""
+"""Memory that the rows of one chunk should take: what a processor's cache holds."""
+MOST_ROW_BYTES, FEW = 2**28, 16
+"""Memory that they may take where that would be only a few rows."""
 MOST_RECORDS = 256
 """Records that a function sees at once."""
 
@@ -101,6 +103,8 @@ class Records(Sealed):
         """
         starts = self._starts
         units_at_once = max(1, min(ROW_BYTES // (4 * dimension), MOST_RECORDS))
+        if units_at_once < FEW:  # rows that no cache holds anyway
+            units_at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), FEW))
         for chunk in torch.split(units, units_at_once):
             counts = starts[chunk + 1] - starts[chunk]
             owner = torch.repeat_interleave(counts)  # position of each record's unit in the chunk
@@ -124,15 +128,29 @@ class Records(Sealed):
         there = places.to(self.device)
         return contribution(inputs, self._images[there].float() / 255, self._labels[there])
 
+    def record_rows(
+        self, units: Tensor, contribution: Contribution, inputs: Params
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Yield, chunk by chunk, each record's row, and its label. For units of one record."""
+        for part in torch.split(self._only_places(units), MOST_RECORDS):
+            if len(part):
+                yield (
+                    self._contributions(part, contribution, inputs),
+                    self._labels[part.to(self.device)],
+                )
+
+    def _only_places(self, units: Tensor) -> Tensor:
+        """Return where the records of units are that have one each, or none."""
+        starts = self._starts
+        return self._places[starts[units][starts[units + 1] > starts[units]]]
+
     def padded_places(self, units: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, `size` by `size`, where the units' records are, and which of the places count.
 
         For units of one record. The last part is filled up with places that do not count; nothing
         is ever left out.
         """
-        starts = self._starts
-        places = self._places[starts[units][starts[units + 1] > starts[units]]]
-        for part in torch.split(places, size):
+        for part in torch.split(self._only_places(units), size):
             if len(part) == 0:
                 return
             filled = torch.zeros(2, size, dtype=torch.int64)

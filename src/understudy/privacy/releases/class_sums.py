@@ -1,58 +1,98 @@
-"""Release noisy per-class sums of bounded features."""
+"""Release noisy sums of an embedding of records, by class or over all, as one Gaussian."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from understudy.privacy.bounded import noisy_bounded_sum
+from understudy.errors import PlanViolation
+from understudy.nets.params import Params
+from understudy.privacy.bounded import CLIP_MARGIN, noisy_bounded_sum
 from understudy.privacy.gradients import one_by_one
+from understudy.privacy.plan import Block, joint_bound
+from understudy.privacy.records import Rows
 from understudy.privacy.sampling import Access
 
 
 @dataclass(frozen=True)
-class FeatureMap:
-    """A function of one image, with what it declares of itself; the release enforces both."""
+class Embedding:
+    """A function of one image, and what it declares of its parts."""
 
-    function: Callable[[Tensor], Tensor]
-    """Map an image (c, h, w) in [0, 1] to features (dimension,)."""
-    dimension: int
-    bound: float
-    """L2 norm that features do not exceed."""
-    is_non_negative: bool = False
+    function: Callable[[Tensor], Sequence[Tensor]]
+    """Map an image (c, h, w) in [0, 1] to the features (dimension,) of each block."""
+    blocks: tuple[Block, ...]
+
+    def dimension(self, classes: int) -> int:
+        """Return the number of coordinates that are released."""
+        return sum(block.sums(classes) * block.dimension for block in self.blocks)
+
+    def split(self, flat: Tensor, classes: int) -> dict[str, Tensor]:
+        """Cut what `class_sums` returns into (classes, dimension), or (dimension,), by name."""
+        sizes = [block.sums(classes) * block.dimension for block in self.blocks]
+        return {
+            block.name: part.view(classes, -1) if block.by_class else part
+            for block, part in zip(self.blocks, torch.split(flat, sizes), strict=True)
+        }
 
 
-def class_sums(access: Access, features: FeatureMap) -> Tensor:
-    """Return the noisy sums of `features` over all records of each class: (classes, dimension).
+def class_sums(access: Access, embedding: Embedding) -> Tensor:
+    """Return the noisy sums of all records' features, block after block, flat.
 
     Privacy:
         Reads: the records of a Poisson sample of units, or of all units at rate 1.
-        Bound: a record puts its features into the row of its class (negatives clamped to zero where
-            non-negativity is declared); a unit's records are summed, and the whole (classes,
-            dimension) matrix is scaled to a Frobenius norm of at most the declared bound.
-        Sensitivity: the declared bound, when one unit is replaced by an empty one.
+        Bound: each block of a record is clipped to its declared bound (negatives clamped to zero
+            where non-negativity is declared), divided by its bound and its ratio, and put into the
+            part of the record's class, or into the one part of a block over all. The blocks are one
+            vector, whose norm is then at most B = sqrt(sum of ratio^-2). A unit's records are
+            summed, and the sum is scaled to a norm of at most B.
+        Sensitivity: B, when one unit is replaced by an empty one.
         Dominating pair: as for `gradient`; at rate 1, N(0, z^2) against N(1, z^2).
         Charges: one (Poisson-sampled) Gaussian.
-        Sums are not divided: class counts are private.
+        Blocks are multiplied by bound and ratio again after the noise, so the noise on a block is
+        z * B * ratio * bound. Sums are not divided: class counts are private.
     Edge cases:
-        Empty batch or class: noise. Features that are not finite: the unit contributes zero.
+        Empty batch or class: noise. Features that are not finite: the unit contributes zero. Zero
+        features: zero.
     """
+    blocks, classes = embedding.blocks, access.classes
 
-    def row(image: Tensor, label: Tensor) -> Tensor:
-        values = features.function(image)
-        if features.is_non_negative:
-            values = values.clamp(min=0)
-        in_class = torch.arange(access.classes, device=label.device) == label
-        return torch.where(in_class[:, None], values[None], 0).flatten()
+    def rows_of(image: Tensor) -> list[Tensor]:
+        found = embedding.function(image)
+        if len(found) != len(blocks):
+            raise PlanViolation(
+                f"an embedding has {len(found)} blocks, expected the {len(blocks)} declared"
+            )
+        return [_bounded(features, block) for features, block in zip(found, blocks, strict=True)]
+
+    def contribution(_: Params, images: Tensor, __: Tensor) -> Rows:
+        with torch.no_grad():
+            return cast(Rows, one_by_one(rows_of)(images))
 
     total = noisy_bounded_sum(
         access,
-        lambda _, images, labels: [cast(Tensor, one_by_one(row)(images, labels))],
-        dimension=access.classes * features.dimension,
-        bound=features.bound,
+        contribution,
+        dimension=embedding.dimension(classes),
+        bound=joint_bound(blocks),
+        by_class=[block.by_class for block in blocks],
     )
-    return total.view(access.classes, features.dimension).float()
+    sizes = [block.sums(classes) * block.dimension for block in blocks]
+    parts = zip(torch.split(total, sizes), blocks, strict=True)
+    return torch.cat([(part * (block.bound * block.ratio)).float() for part, block in parts])
+
+
+def _bounded(features: Tensor, block: Block) -> Tensor:
+    """Return features scaled to a norm of at most 1 / ratio, if they keep their declared bound."""
+    if features.shape != (block.dimension,):
+        raise PlanViolation(
+            f"block '{block.name}' has features {tuple(features.shape)}, expected "
+            f"({block.dimension},) as declared"
+        )
+    if block.is_non_negative:
+        features = features.clamp(min=0)
+    norm = torch.linalg.vector_norm(features, dtype=torch.float64) * (1 + CLIP_MARGIN)
+    scale: Tensor = 1 / (block.ratio * norm.clamp(min=block.bound))
+    return features * scale.to(features.dtype)
