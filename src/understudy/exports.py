@@ -41,6 +41,11 @@ class _Form:
     files: dict[str, str]
     header: tuple[str, ...] = ()
 
+    def describe(self, synthetic: SyntheticSet) -> dict[str, str]:
+        """Say what each file is; that of the set itself has more than one form."""
+        of_set = {SET_FILE: synthetic.described} if SET_FILE in self.files else {}
+        return self.files | of_set
+
 
 def export_release(
     release: Path, to: Format, directory: Path, *, without_guarantee: bool = False
@@ -53,12 +58,7 @@ def export_release(
         raise InvalidSettings(f"there is no format '{to}'; expected one of {', '.join(FORMS)}")
     if directory.exists():
         raise OutputExists(f"{directory} exists already; choose another --out, or remove it")
-    certificate = certificates.verify(release).certificate
-    if not certificate.has_guarantee and not without_guarantee:
-        raise InvalidSettings(
-            f"{release} has no guarantee: it was made without noise and shows private data; pass "
-            "--without-guarantee to export it all the same"
-        )
+    certificate = verified(release, without_guarantee=without_guarantee)
     synthetic = SyntheticSet.load(release / SET_FILE)
     working = directory.with_name(f"{directory.name}{EXPORTING}")
     shutil.rmtree(working, ignore_errors=True)  # an export cut short
@@ -73,13 +73,24 @@ def export_release(
     return len(synthetic)
 
 
+def verified(release: Path, *, without_guarantee: bool) -> Certificate:
+    """Check that a release may be passed on; return its certificate."""
+    certificate = certificates.verify(release).certificate
+    if not certificate.has_guarantee and not without_guarantee:
+        raise InvalidSettings(
+            f"{release} has no guarantee: it was made without noise and shows private data; pass "
+            "--without-guarantee to use it all the same"
+        )
+    return certificate
+
+
 def _write(directory: Path, synthetic: SyntheticSet, certificate: Certificate, form: _Form) -> None:
     make_directory(directory)
     for name, content in form.write(synthetic):
         if not (directory / name).parent.exists():
             make_directory((directory / name).parent)
         write_file(directory / name, content)
-    described = form.files | {
+    described = form.describe(synthetic) | {
         certificates.FILE_NAME: f"the guarantee of the set that this was exported from, by the "
         f"SHA-256 of its `{SET_FILE}`; `understudy verify` checks that set",
     }
@@ -187,7 +198,7 @@ FORMS = {
     ),
     "safetensors": _Form(
         _safetensors,
-        {SET_FILE: f"{IMAGES_ARE} and `labels` (int64)"},
+        {SET_FILE: "the set as it was released"},
     ),
     "parquet": _Form(
         _parquet,

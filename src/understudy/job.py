@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from understudy.errors import Interrupted, InvalidSettings, StorageError
 from understudy.files import canonical_json
 from understudy.methods import load_method
 from understudy.methods.method import Configured, Method, configure
+from understudy.nets.released import Generator
 from understudy.privacy import certificate as certificates
 from understudy.privacy.briefing import Briefing
 from understudy.privacy.certificate import Certificate
@@ -33,15 +34,21 @@ from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.vault import Vault, follow
 from understudy.progress import Progress
 from understudy.provenance import device_name, forget_peak_memory, peak_memory
-from understudy.runs import SET_FILE, RunDirectory
-from understudy.synthetic import IMAGES_ARE, SyntheticSet
+from understudy.runs import GENERATOR_FILE, SET_FILE, RunDirectory
+from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
 
-RELEASED_FILES = {
-    SET_FILE: f"{IMAGES_ARE} and `labels` (int64)",
-    "contact_sheet.png": "some of the images, one row per class",
-    certificates.FILE_NAME: "the guarantee; `understudy verify` checks it",
-}
+GENERATOR_IS = "what drew the images; `understudy sample` draws more, at no cost in privacy"
+
+
+def released_files(synthetic: SyntheticSet) -> dict[str, str]:
+    """Say what each released file is."""
+    return {
+        SET_FILE: synthetic.described,
+        **({GENERATOR_FILE: GENERATOR_IS} if synthetic.generator else {}),
+        "contact_sheet.png": "some of the images, one row per class",
+        certificates.FILE_NAME: "the guarantee; `understudy verify` checks it",
+    }
 
 
 @dataclass(frozen=True)
@@ -196,8 +203,10 @@ class Job:
         files = {
             SET_FILE: synthetic.to_bytes(),
             "contact_sheet.png": synthetic.contact_sheet(),
-            "README.md": data_card(about, synthetic, RELEASED_FILES).encode(),
+            "README.md": data_card(about, synthetic, released_files(synthetic)).encode(),
         }
+        if synthetic.generator:
+            files[GENERATOR_FILE] = synthetic.generator.to_bytes()
         certificate = certificates.issue(
             curator,
             registration=registration,
@@ -228,7 +237,9 @@ def tell_others(group: Group, result: Result) -> None:
     """Tell the other processes how the run came out."""
     told = {"directory": str(result.directory), "certificate": result.certificate.content}
     group.bytes_from_leader(canonical_json(told))
+    generator = result.synthetic.generator
     group.bytes_from_leader(result.synthetic.to_bytes())
+    group.bytes_from_leader(generator.to_bytes() if generator else b"")
 
 
 def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group) -> Result:
@@ -247,6 +258,8 @@ def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group
 def _told(message: bytes, group: Group) -> Result:
     told = json.loads(message)
     synthetic = SyntheticSet.from_bytes(group.bytes_from_leader(b""))
+    if generator := group.bytes_from_leader(b""):
+        synthetic = replace(synthetic, generator=Generator.from_bytes(generator))
     return Result(synthetic, Certificate(told["certificate"]), Path(told["directory"]))
 
 

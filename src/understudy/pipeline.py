@@ -1,6 +1,6 @@
-"""The library's verbs: fetch, register, synthesize, export, verify; see `measures` for evaluate.
+"""The library's verbs: fetch, register, synthesize, sample, export, verify.
 
-The command line calls these.
+The command line calls these; see `measures` for evaluate.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from understudy.data.reading import Reading
 from understudy.data.sources import read_source
 from understudy.data.weights import WEIGHTS
 from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
-from understudy.exports import Format, export_release
+from understudy.exports import Format, export_release, verified
+from understudy.files import write_file
 from understudy.job import (
     Job,
     Request,
@@ -32,15 +33,18 @@ from understudy.job import (
     tell_others,
 )
 from understudy.methods import load_method
+from understudy.nets.released import Generator
 from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Verification
 from understudy.privacy.group import is_in_group, joined
 from understudy.privacy.ledger import Ledger
+from understudy.privacy.plan import PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
 from understudy.privacy.vault import Vault
 from understudy.progress import Progress
 from understudy.runs import (
+    GENERATOR_FILE,
     SET_FILE,
     RunDirectory,
     free_directory,
@@ -275,12 +279,53 @@ def load_result(directory: str | Path) -> Result:
     """Read a finished run; only its `release/` is needed."""
     release = _release(directory)
     synthetic = SyntheticSet.load(release / SET_FILE)
+    if (release / GENERATOR_FILE).exists():
+        synthetic = replace(synthetic, generator=Generator.load(release / GENERATOR_FILE))
     return Result(synthetic, certificates.read(release / certificates.FILE_NAME), Path(directory))
 
 
 def load(directory: str | Path) -> SyntheticSet:
     """Read the set of a finished run, or of its `release/` alone, as a torch `Dataset`."""
     return load_result(directory).synthetic
+
+
+def sample(
+    directory: str | Path,
+    *,
+    count: int | None = None,
+    per_class: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    device: str = "auto",
+    without_guarantee: bool = False,
+) -> SyntheticSet:
+    """Draw images from the generator of a finished run, at no cost in privacy.
+
+    Args:
+        directory: the run, or its `release/` alone; nothing else of it is read.
+        count: how many images in all, or
+        per_class: how many of each class.
+        seed: another one gives other images.
+        out: file to write the set to, in the form of the released one; by default none.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
+        without_guarantee: draw from a generator that has no guarantee.
+    """
+    release, file = _release(directory), Path(out) if out else None
+    if file and file.exists():
+        raise OutputExists(f"{file} exists already; choose another --out, or remove it")
+    certificate = verified(release, without_guarantee=without_guarantee)
+    if GENERATOR_FILE not in certificate.content["files"]:
+        raise InvalidSettings(
+            f"{directory} has no generator: {certificate.content['method']['name']} makes images "
+            "alone; use its set as it is, or a run of a method that trains a generator"
+        )
+    generator = Generator.load(release / GENERATOR_FILE).to(choose_device(device))
+    images, labels = generator.sample(count, seed=seed, per_class=per_class)
+    facts = PublicFacts.from_json(certificate.content["data_set"]["public_facts"])
+    drawn = SyntheticSet(images, labels, facts.class_names, generator=generator)
+    if file:
+        write_file(file, drawn.to_bytes())
+    return drawn
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Run directories: complete or absent under their name, `NAME.partial` while the work goes on.
 
 runs/scans-psg/
-  release/   the set, a picture, the data card, certificate.json: may be shared as it is
+  release/   the set, a picture, the data card, certificate.json; the generator, if the method
+             trains one: may be shared as it is
   private/   settings, metrics on real records: mode 0700, never exported
 """
 
@@ -28,6 +29,7 @@ from understudy.files import (
 
 PARTIAL = ".partial"
 SET_FILE = "synthetic.safetensors"
+GENERATOR_FILE = "generator.safetensors"
 SETTINGS_FILE = "run.json"
 METRICS_FILE = "metrics.json"
 METRICS_FORMAT = 1

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import safetensors
 import torch
@@ -19,10 +20,25 @@ from torch.utils.data import Dataset
 from understudy.errors import InvalidData
 
 IMAGES_ARE = "`images` (float32, n x c x h x w, 0 black to 1 white)"
+BYTES_ARE = "`images` (uint8, n x c x h x w, 0 black to 255 white)"
+CHECKED_AT_ONCE = 4096
+"""Images that are compared with whole bytes at a time."""
 SHEET_TILE = 56
 """Side that small images are enlarged to on a contact sheet, in pixels."""
 SUM_TOLERANCE = 1e-3
 """How far the probabilities of an image's classes may be from adding up to 1."""
+
+
+class Sampler(Protocol):
+    """What can draw more images like those of a set."""
+
+    def sample(
+        self, count: int | None = None, *, seed: int, per_class: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw images and their labels."""
+
+    def to_bytes(self) -> bytes:
+        """Serialise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +56,8 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     class_names: tuple[str, ...]
     soft_labels: Tensor | None = None
     """Probabilities of the classes (n, classes), float32, where a method makes them."""
+    generator: Sampler | None = None
+    """What drew the images, where a method trains such; it is saved beside the set, not in it."""
 
     def __post_init__(self) -> None:
         if self.images.ndim != 4 or self.labels.shape != self.images.shape[:1]:
@@ -62,22 +80,30 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
         return self.images[index], int(self.labels[index])
 
     def to_bytes(self) -> bytes:
-        """Serialise as safetensors."""
+        """Serialise as safetensors: pixels that are whole bytes as such, others as they are."""
         names = json.dumps(self.class_names)
-        tensors = {"images": self.images, "labels": self.labels}
+        compact = whole_bytes(self.images)
+        tensors = {"images": self.images if compact is None else compact, "labels": self.labels}
         if self.soft_labels is not None:
             tensors["soft_labels"] = self.soft_labels
         plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
         return save_tensors(plain, metadata={"class_names": names})
 
+    @property
+    def described(self) -> str:
+        """Say what the set's file holds."""
+        images = IMAGES_ARE if whole_bytes(self.images) is None else BYTES_ARE
+        return f"{images} and `labels` (int64)"
+
     @classmethod
     def from_bytes(cls, content: bytes) -> SyntheticSet:
-        """Read what `to_bytes` wrote."""
+        """Read what `to_bytes` wrote, the same to the bit; not the generator."""
         tensors = load_tensors(content)
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + length])["__metadata__"]
-        names = tuple(map(str, json.loads(header["class_names"])))
-        return cls(tensors["images"], tensors["labels"], names, tensors.get("soft_labels"))
+        names = tuple(map(str, json.loads(metadata(content)["class_names"])))
+        images = tensors["images"]
+        if images.dtype == torch.uint8:
+            images = from_whole_bytes(images)
+        return cls(images, tensors["labels"], names, tensors.get("soft_labels"))
 
     @classmethod
     def load(cls, path: Path) -> SyntheticSet:
@@ -118,6 +144,37 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     def picture(self, index: int) -> bytes:
         """Draw one image as PNG, a pixel for a pixel."""
         return png(self.images[index])
+
+
+def whole_bytes(images: Tensor) -> Tensor | None:
+    """Return images as bytes, None if that would lose a bit of any pixel."""
+    if images.dtype != torch.float32:
+        return None
+    parts = []
+    # On the CPU: a GPU multiplies by 1/255, which is not the same as a division.
+    for part in torch.split(images.cpu().contiguous(), CHECKED_AT_ONCE):
+        compact = (part * 255).round().clamp(0, 255).nan_to_num().byte()
+        # As integers: a negative zero equals zero, but is not the same.
+        if not torch.equal(from_whole_bytes(compact).view(torch.int32), part.view(torch.int32)):
+            return None
+        parts.append(compact)
+    return torch.cat(parts)
+
+
+def from_whole_bytes(pixels: Tensor) -> Tensor:
+    """Bring bytes to [0, 1], float32.
+
+    >>> whole_bytes(from_whole_bytes(torch.tensor([0, 1, 254, 255], dtype=torch.uint8))).tolist()
+    [0, 1, 254, 255]
+    """
+    return pixels.float() / 255
+
+
+def metadata(content: bytes) -> dict[str, Any]:
+    """Return the text that stands in the header of safetensors."""
+    length = int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return header
 
 
 def png(image: Tensor) -> bytes:

@@ -29,6 +29,7 @@ COMMANDS = {
     "runs": "List the runs in a folder, finished and unfinished.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
     "export": "Write a released set as PNG folders, parquet, npz, safetensors or IDX.",
+    "sample": "Draw more images from the generator of a finished run.",
     "verify": "Check a released set against its certificate.",
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
     "ledger": "Show what was spent on each data set.",

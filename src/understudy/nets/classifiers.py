@@ -16,10 +16,8 @@ Papers give them for 28 and 32 pixels. For other sizes:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import cast
 
 import torch
@@ -27,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from understudy.nets.convnet import ConvNet
-from understudy.nets.params import Network, Params, uniform_fan_in
+from understudy.nets.modules import Shape, Sum, draw, skeleton
+from understudy.nets.params import Network, Params
 
-Shape = tuple[int, int, int]
-"""Channels, height, width."""
 Norm = Callable[[int], nn.Module]
 SMALLEST_MAP = 2
 CHANNELS_PER_GROUP = 16
@@ -97,18 +94,6 @@ class Layers:
 
     def _resize(self, change: Callable[[int], int]) -> None:
         self.sides = change(self.sides[0]), change(self.sides[1])
-
-
-class Sum(nn.Module):
-    """Add up what two modules make of the same maps."""
-
-    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
-        super().__init__()
-        self.body, self.shortcut = body, shortcut
-
-    def forward(self, maps: Tensor) -> Tensor:
-        """Apply both."""
-        return cast(Tensor, self.body(maps) + self.shortcut(maps))
 
 
 class PreActivation(nn.Module):
@@ -321,16 +306,7 @@ class ModuleNetwork:
 
     def init(self, generator: torch.Generator) -> Params:
         """Draw fresh parameters as PyTorch's layers do by default (Kaiming uniform)."""
-        params: Params = {}
-        for place, layer in self._module.named_modules():
-            for part, like in layer.named_parameters(prefix=place, recurse=False):
-                if isinstance(layer, nn.GroupNorm):
-                    fill = torch.ones if part.endswith("weight") else torch.zeros
-                    params[part] = fill(like.shape, device=generator.device)
-                    continue
-                fan_in = cast(Tensor, layer.weight)[0].numel()
-                params[part] = uniform_fan_in(like.shape, fan_in=fan_in, generator=generator)
-        return params
+        return draw(skeleton(self), generator)
 
     def __call__(self, params: Params, images: Tensor) -> Tensor:
         """Map normalised images (n, c, h, w) to logits (n, classes)."""
@@ -342,18 +318,11 @@ class ModuleNetwork:
 
     def logits(self, params: Params, prepared: Tensor) -> Tensor:
         """Map images to logits (n, classes)."""
-        return cast(Tensor, torch.func.functional_call(self._module, params, (prepared,)))
+        return cast(Tensor, torch.func.functional_call(skeleton(self), params, (prepared,)))
 
-    @property
-    def _module(self) -> nn.Module:
-        return _skeleton(self, threading.get_ident())
-
-
-@lru_cache(maxsize=32)
-def _skeleton(network: ModuleNetwork, thread: int) -> nn.Module:
-    """Build a module without values; one per thread, for a call writes parameters into it."""
-    with torch.device("meta"):
-        return MODULES[network.name](network.shape, network.classes)
+    def build(self) -> nn.Module:
+        """Build the module."""
+        return MODULES[self.name](self.shape, self.classes)
 
 
 def classifier(name: str, shape: Shape, classes: int, *, width: int = 128) -> Network:

@@ -28,11 +28,15 @@ class Network(Protocol):
         """Map prepared images to logits (n, classes)."""
 
 
-def uniform_fan_in(shape: Sequence[int], *, fan_in: int, generator: torch.Generator) -> Tensor:
-    """Draw from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for all weights."""
-    bound = 1 / math.sqrt(fan_in)
+def uniform(shape: Sequence[int], *, bound: float, generator: torch.Generator) -> Tensor:
+    """Draw from U(-bound, bound)."""
     weights = torch.rand(tuple(shape), generator=generator, device=generator.device)
     return (weights * 2 - 1) * bound
+
+
+def uniform_fan_in(shape: Sequence[int], *, fan_in: int, generator: torch.Generator) -> Tensor:
+    """Draw from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for all weights."""
+    return uniform(shape, bound=1 / math.sqrt(fan_in), generator=generator)
 
 
 def parameter_count(params: Params) -> int:

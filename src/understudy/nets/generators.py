@@ -1,0 +1,240 @@
+"""Generators that papers train on a private statistic: a random code and a class in, an image out.
+
+They are ordinary modules called as pure functions. In training their batch norms use the batch's
+own mean and variance and keep nothing, so that a step is a function of its arguments. To draw
+images, `statistics` computes means and variances once, from public random codes; with these an
+image depends on its own code and class alone.
+
+Sides that a network does not reach by doubling are made a little larger and cropped.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from understudy.nets.modules import Shape, Sum, draw, skeleton, xavier_bound
+from understudy.nets.params import Params
+
+FIRST_MAP = 4
+"""Sides of the first maps of a residual generator are at most this."""
+
+
+@dataclass(frozen=True)
+class GeneratorNetwork(ABC):
+    """Describe a generator of images of `shape`, conditioned on a class unless there are none."""
+
+    shape: Shape
+    classes: int
+    code: int = 5
+    """Length of the random code."""
+
+    @abstractmethod
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image.
+
+        Args:
+            keeps: whether norms keep means and variances, to gather or to use them.
+        """
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw fresh parameters as PyTorch's layers do by default (Kaiming uniform)."""
+        return draw(skeleton(self), generator)
+
+    def codes(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw codes (count, code)."""
+        return torch.randn((count, self.code), generator=generator, device=generator.device)
+
+    def __call__(
+        self,
+        params: Params,
+        codes: Tensor,
+        labels: Tensor | None,
+        *,
+        statistics: Params | None = None,
+    ) -> Tensor:
+        """Map codes (n, code) and labels (n,) to images (n, c, h, w), 0 black to 1 white.
+
+        Args:
+            params: the parameters.
+            codes: standard normal.
+            labels: integers; ignored without classes.
+            statistics: fixed means and variances; None, in training, for the batch's own.
+        """
+        inputs = self._inputs(codes, labels)
+        if statistics is None:
+            return cast(Tensor, torch.func.functional_call(skeleton(self), params, (inputs,)))
+        module = skeleton(self, True).eval()
+        return cast(Tensor, torch.func.functional_call(module, (params, statistics), (inputs,)))
+
+    @torch.no_grad()
+    def statistics(
+        self, params: Params, generator: torch.Generator, *, batches: int = 20, batch: int = 250
+    ) -> Params:
+        """Return the mean and variance of what each norm sees, averaged over batches.
+
+        Args:
+            params: the trained parameters.
+            generator: of codes and labels; public.
+            batches: how many.
+            batch: images in each; labels are uniform.
+        """
+        device = next(iter(params.values())).device
+        module = skeleton(self, True).train()
+        kept = {  # a call changes these in place
+            name: torch.zeros(like.shape, dtype=like.dtype, device=device)
+            for name, like in module.named_buffers()
+        }
+        for _ in range(batches):
+            codes = self.codes(batch, generator).to(device)
+            labels = torch.randint(
+                max(1, self.classes), (batch,), generator=generator, device=generator.device
+            )
+            inputs = self._inputs(codes, labels.to(device))
+            torch.func.functional_call(module, (params, kept), (inputs,))
+        return {name: values for name, values in kept.items() if values.ndim}  # without the counts
+
+    def _inputs(self, codes: Tensor, labels: Tensor | None) -> Tensor:
+        if not self.classes or labels is None:
+            return codes
+        # F.one_hot looks at the values of labels, which tracing cannot.
+        classes = torch.arange(self.classes, device=labels.device)
+        return torch.cat([(labels[:, None] == classes).to(codes.dtype), codes], 1)
+
+    @property
+    def _features(self) -> int:
+        return self.classes + self.code
+
+    def _cropped(self, layers: Iterable[nn.Module], sides: tuple[int, int]) -> nn.Sequential:
+        """Chain layers whose images have `sides`; cut the middle out if these are too large."""
+        _, height, width = self.shape
+        crop = [CentreCrop(height, width)] if sides != (height, width) else []
+        return nn.Sequential(*layers, *crop)
+
+
+@dataclass(frozen=True)
+class ConvGenerator(GeneratorNetwork):
+    """The generator of DP-MERF: two linear layers, then bilinear doublings and convolutions."""
+
+    hidden: int = 200
+    channels: tuple[int, ...] = (16, 8)
+    """Of the maps before each doubling."""
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        height, width = (-(-side // 2 ** len(self.channels)) for side in self.shape[1:])
+        features = self.channels[0] * height * width
+        layers = [
+            nn.Linear(self._features, self.hidden), batch_norm(self.hidden, keeps), nn.ReLU(),
+            nn.Linear(self.hidden, features), batch_norm(features, keeps),
+            nn.Unflatten(1, (self.channels[0], height, width)),
+        ]  # fmt: skip
+        for inputs, outputs in pairwise((*self.channels, self.shape[0])):
+            height, width = 2 * height, 2 * width
+            doubled = nn.UpsamplingBilinear2d(scale_factor=2)
+            layers += [doubled, nn.Conv2d(inputs, outputs, 5, padding=2), nn.ReLU()]
+        return self._cropped([*layers[:-1], nn.Sigmoid()], (height, width))
+
+
+@dataclass(frozen=True)
+class DenseGenerator(GeneratorNetwork):
+    """The generator of DP-HP: linear layers alone."""
+
+    hidden: tuple[int, ...] = (500, 500)
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise((self._features, *self.hidden)):
+            layers += [nn.Linear(inputs, outputs), batch_norm(outputs, keeps), nn.ReLU()]
+        last = nn.Linear((self._features, *self.hidden)[-1], math.prod(self.shape))
+        return nn.Sequential(*layers, last, nn.Unflatten(1, self.shape), nn.Sigmoid())
+
+
+@dataclass(frozen=True)
+class ResnetGenerator(GeneratorNetwork):
+    """The generator of DP-MEPF: residual blocks, each doubling the sides and halving the channels.
+
+    32 px have three blocks (512 channels to 64), 64 px four (1024 to 64), from maps of 4 x 4.
+    """
+
+    code: int = 90
+    width: int = 64
+    """Channels of the last maps."""
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw fresh parameters: Xavier's uniform weights, PyTorch's default biases."""
+        return draw(skeleton(self), generator, bound=xavier_bound)
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        blocks = max(1, math.ceil(math.log2(max(self.shape[1:]) / FIRST_MAP)))
+        height, width = (-(-side // 2**blocks) for side in self.shape[1:])
+        channels = [self.width * 2**number for number in range(blocks, -1, -1)]
+        return self._cropped(
+            [
+                nn.Unflatten(1, (self._features, 1, 1)),
+                nn.ConvTranspose2d(self._features, channels[0], (height, width), bias=False),
+                *(doubling_block(inputs, outputs, keeps) for inputs, outputs in pairwise(channels)),
+                maps_norm(self.width, keeps), nn.ReLU(),
+                nn.Conv2d(self.width, self.shape[0], 3, padding=1), nn.Tanh(), BlackToWhite(),
+            ],
+            (height * 2**blocks, width * 2**blocks),
+        )  # fmt: skip
+
+
+def batch_norm(features: int, keeps: bool) -> nn.Module:
+    """Normalise features over a batch; statistics that are kept are averages over all batches."""
+    return nn.BatchNorm1d(features, momentum=None, track_running_stats=keeps)
+
+
+def maps_norm(channels: int, keeps: bool) -> nn.Module:
+    """Normalise channels over a batch and all pixels."""
+    return nn.BatchNorm2d(channels, momentum=None, track_running_stats=keeps)
+
+
+def doubling_block(inputs: int, outputs: int, keeps: bool) -> nn.Module:
+    """Double the sides of maps: two convolutions, beside a projection."""
+    body = nn.Sequential(
+        maps_norm(inputs, keeps), nn.ReLU(),
+        nn.Upsample(scale_factor=2), nn.Conv2d(inputs, outputs, 3, padding=1),
+        maps_norm(outputs, keeps), nn.ReLU(),
+        nn.Conv2d(outputs, outputs, 3, padding=1),
+    )  # fmt: skip
+    return Sum(body, nn.Sequential(nn.Conv2d(inputs, outputs, 1), nn.Upsample(scale_factor=2)))
+
+
+class CentreCrop(nn.Module):
+    """Cut the middle out of images."""
+
+    def __init__(self, height: int, width: int) -> None:
+        super().__init__()
+        self.height, self.width = height, width
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (n, c, h, w) to (n, c, height, width)."""
+        top, left = (images.shape[2] - self.height) // 2, (images.shape[3] - self.width) // 2
+        return images[..., top : top + self.height, left : left + self.width]
+
+
+class BlackToWhite(nn.Module):
+    """Bring [-1, 1] to [0, 1]."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Rescale."""
+        return images / 2 + 0.5
+
+
+GENERATORS: dict[str, type[GeneratorNetwork]] = {
+    "conv": ConvGenerator,
+    "dense": DenseGenerator,
+    "resnet": ResnetGenerator,
+}
+"""Name -> network; the names stand in files."""
