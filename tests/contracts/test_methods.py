@@ -17,7 +17,12 @@ from understudy.privacy.plan import Budget
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.progress import Progress
 
-TINY = {"psg": {"rounds": 2, "outer": 2, "batches": 2, "inner": 2, "images_per_class": 2}}
+FEW = {"steps": 4, "batch": 6, "hidden": 8, "images_per_class": 3}
+TINY = {
+    "psg": {"rounds": 2, "outer": 2, "batches": 2, "inner": 2, "images_per_class": 2},
+    "dp-merf": {**FEW, "features": 20, "count_ratio": 2.0},
+    "dp-hp": {**FEW, "sum_order": 4, "product_order": 2, "pairs": 3, "count_ratio": 2.0},
+}
 
 
 def injected() -> InjectedRandomness:
@@ -154,7 +159,7 @@ def test_takes_any_size_classes_and_units(name, data, ledger, tmp_path):
 def test_configuration_is_frozen_explained_and_survives_json(world):
     config = world.configured.config
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.rounds = 3
+        config.images_per_class = 3
     assert all(field.metadata["help"] for field in dataclasses.fields(config))
     assert type(config)(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert world.configured.tuned_on

@@ -138,12 +138,15 @@ def test_statistics_are_those_of_training(name):
     assert not any(values.requires_grad for values in statistics.values())
 
 
+ADAM = Adam()
+
+
 @dataclass(frozen=True)
 class Step:
     """Bring the mean image of each class to a target."""
 
     network: GeneratorNetwork
-    adam: Adam = Adam()
+    adam: Adam = ADAM
 
     def __call__(self, state, codes, labels, target, lr):
         params, moments = state

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 METHODS = {
     "psg": "understudy.methods.psg:PSG",
+    "dp-merf": "understudy.methods.dp_merf:DPMERF",
+    "dp-hp": "understudy.methods.dp_hp:DPHP",
 }
 
 

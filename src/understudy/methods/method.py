@@ -20,6 +20,20 @@ def setting(default: Any, explain: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": explain})
 
 
+def check_at_least_one(config: Any, *names: str) -> None:
+    """Refuse a setting that is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise InvalidSettings(f"{name} is {getattr(config, name)}, expected at least 1")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Refuse a setting that is not above 0 and finite."""
+    for name in names:
+        if not 0 < getattr(config, name) < float("inf"):
+            raise InvalidSettings(f"{name} is {getattr(config, name)}, expected a positive number")
+
+
 @dataclass(frozen=True)
 class Preset:
     """Named settings, and the honest word on where they come from."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.method import Preset, setting
+from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.convnet import ConvNet
 from understudy.nets.params import Params, moved, parameter_count
 from understudy.privacy.curator import Curator
@@ -56,22 +56,16 @@ class PSGConfig:
     shrink: bool = setting(False, "Weigh rows of the noisy gradient by how far they exceed noise.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "images_per_class", "rounds", "outer", "batches", "inner", "batch", "width",
+        check_at_least_one(
+            self, "images_per_class", "rounds", "outer", "batches", "inner", "batch", "width",
             "image_steps",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise InvalidSettings(f"{name} is {getattr(self, name)}, expected at least 1")
+        )  # fmt: skip
         if not 0 <= self.smooth < float("inf"):
             raise InvalidSettings(f"smooth is {self.smooth}, expected 0 or more")
         for name in ("image_lr_end", "average"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 to 1")
-        for name in ("clip_norm", "start", "image_lr", "network_lr"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InvalidSettings(
-                    f"{name} is {getattr(self, name)}, expected a positive number"
-                )
+        check_positive(self, "clip_norm", "start", "image_lr", "network_lr")
 
     @property
     def steps(self) -> int:

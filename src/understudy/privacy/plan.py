@@ -174,6 +174,15 @@ def _without_blocks(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "blocks"}
 
 
+def one_embedding(blocks: tuple[Block, ...], facts: PublicFacts) -> Plan:
+    """Plan one `class_sums` of all records."""
+    dimension = sum(block.sums(facts.classes) * block.dimension for block in blocks)
+    line = PlannedRelease(
+        name="class_sums", kind="class_sums", count=1, dimension=dimension, blocks=blocks
+    )
+    return Plan((line,))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """The guarantee that a run must not exceed. Epsilon `inf` means none."""

@@ -1,0 +1,149 @@
+"""DP-MERF (Harder, Adamczewski, Park; AISTATS 2021): random features of the private data, once.
+
+The mean of random Fourier features, class by class, is released with noise. A generator is then
+trained until its images have the same mean features. The data are never touched again.
+
+Private access: one `class_sums` release of all records.
+Deviations: see docs/methods/dp-merf.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from understudy.methods.fitting import (
+    FitStep,
+    GeneratorFit,
+    Schedule,
+    class_means,
+    shares_of,
+)
+from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
+from understudy.nets.generators import ConvGenerator
+from understudy.nets.params import Params
+from understudy.privacy.curator import Curator
+from understudy.privacy.plan import Block, Plan, PublicFacts, one_embedding
+from understudy.privacy.releases.class_sums import Embedding
+from understudy.progress import Progress
+from understudy.seeds import public_generator
+from understudy.synthetic import SyntheticSet
+
+MNIST_SCALE, FASHION_SCALE, MNIST_PIXELS = 105.0, 127.0, 784
+"""The paper's squared length scales; for other sizes, in proportion to the pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPMERFConfig:
+    """Settings of DP-MERF."""
+
+    images_per_class: int = setting(6000, "Synthetic images per class.")
+    features: int = setting(10_000, "Random features: a cosine and a sine of each frequency.")
+    scale: float = setting(MNIST_SCALE, "Squared length scale of the kernel.")
+    count_ratio: float = setting(
+        0.0, "Noise on class counts relative to features; 0: classes are known to be equal."
+    )
+    code: int = setting(5, "Length of the generator's random code.")
+    hidden: int = setting(200, "Width of the generator's hidden layer.")
+    steps: int = setting(3000, "Steps of the generator.")
+    batch: int = setting(100, "Images generated per step.")
+    lr: float = setting(0.01, "Learning rate of the generator.")
+    decay: float = setting(0.9, "What the learning rate is multiplied by after each fifth.")
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "images_per_class", "features", "code", "hidden", "steps", "batch")
+        check_positive(self, "scale", "lr", "decay")
+
+
+def _paper(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
+    return {"scale": MNIST_SCALE * math.prod(facts.shape) / MNIST_PIXELS}
+
+
+def _fashion(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
+    return {"scale": FASHION_SCALE * math.prod(facts.shape) / MNIST_PIXELS}
+
+
+def _small(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings for a thousand small images: fewer features, so that noise leaves more."""
+    return _paper(facts, epsilon, given) | {"images_per_class": 200, "features": 1000}
+
+
+def random_features(images: Tensor, frequencies: Tensor) -> Tensor:
+    """Map images (n, c, h, w) to cosines and sines (n, 2 * frequencies), of norm 1."""
+    angles = images.flatten(1) @ frequencies.T
+    return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(len(frequencies))
+
+
+def embedding_distance(images: Tensor, labels: Tensor, known: Params) -> Tensor:
+    """Return the squared distance of the images' embedding from the private data's."""
+    features = random_features(images, known["frequencies"])
+    target = known["target"]
+    return (class_means(features, labels, len(target)) - target).square().sum()
+
+
+class DPMERF:
+    """A generator whose images have the private data's mean random features."""
+
+    config_class: ClassVar[type] = DPMERFConfig
+    summary: ClassVar[str] = "a generator fitted to the noisy mean of random Fourier features"
+    presets: ClassVar[dict[str, Preset]] = {
+        "paper": Preset(_paper, "MNIST, by the paper's authors"),
+        "paper-fashion": Preset(_fashion, "Fashion-MNIST, by the paper's authors"),
+        "small": Preset(_small, "digits (scikit-learn), including its test split"),
+    }
+
+    @staticmethod
+    def default_preset(facts: PublicFacts) -> str:
+        """Choose `small` for few units."""
+        return "small" if facts.units < 10_000 else "paper"
+
+    def __init__(self, config: DPMERFConfig, facts: PublicFacts, *, seed: int) -> None:
+        self.config, self.facts, self.seed = config, facts, seed
+
+    @property
+    def _blocks(self) -> tuple[Block, ...]:
+        features = Block(name="features", dimension=2 * self._frequency_count)
+        if not self.config.count_ratio:
+            return (features,)
+        return features, Block(name="counts", dimension=1, ratio=self.config.count_ratio)
+
+    @property
+    def _frequency_count(self) -> int:
+        return max(1, self.config.features // 2)
+
+    def plan(self) -> Plan:
+        """One release of all blocks."""
+        return one_embedding(self._blocks, self.facts)
+
+    def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
+        """Release the embedding, train the generator, draw the set."""
+        config, facts, device = self.config, self.facts, curator.engine.device
+        shape = (self._frequency_count, math.prod(facts.shape))
+        drawn = torch.randn(shape, generator=public_generator(self.seed, "frequencies"))
+        frequencies = (drawn / math.sqrt(config.scale)).to(device)
+
+        def embed(image: Tensor) -> list[Tensor]:
+            features = random_features(image[None], frequencies)[0]
+            return [features, torch.ones(1, device=image.device)][: len(self._blocks)]
+
+        sums = curator.class_sums(Embedding(embed, self._blocks))
+        fit = GeneratorFit(
+            step=FitStep(
+                ConvGenerator(facts.shape, facts.classes, code=config.code, hidden=config.hidden),
+                embedding_distance,
+            ),
+            schedule=Schedule(
+                steps=config.steps, batch=config.batch, lr=config.lr, decay=config.decay
+            ),
+            facts=facts,
+            seed=self.seed,
+            shares=shares_of(sums["counts"]) if "counts" in sums else None,
+        )
+        known = {"frequencies": frequencies, "target": sums["features"] / facts.units}
+        params = fit.run(known, curator, progress)
+        return fit.drawn(params, config.images_per_class)
