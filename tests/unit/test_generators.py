@@ -186,8 +186,10 @@ def test_a_training_step_runs_in_the_engine(monkeypatch):
     engine = static_engine(monkeypatch)
     ours, theirs = (one.run(step, state, *rest, times=2) for one in (engine, Engine()))
     assert engine.said == []
-    for name, weight in theirs[0].items():
-        assert torch.allclose(ours[0][name], weight, atol=1e-3), name
+    # Not parameters: a bias before a norm has no slope but rounding, which Adam makes large.
+    ours, theirs = (step.network(params, *rest[:2]) for params, _ in (ours, theirs))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert not torch.allclose(ours, step.network(state[0], *rest[:2]), atol=1e-2)
 
 
 @every
