@@ -129,16 +129,17 @@ def test_statistics_are_those_of_training(name):
     statistics = network.statistics(params, seeded(1))
     assert all(values.isfinite().all() for values in statistics.values())
     codes, labels = network.codes(2000, seeded(2)), torch.arange(2000) % 3
+    wrong = {part: values * 1.3 + 0.1 for part, values in statistics.items()}
     with torch.no_grad():
-        fixed = network(params, codes, labels, statistics=statistics)
-        difference = (fixed - network(params, codes, labels)).abs()
-    assert difference.mean() < 0.05 * fixed.std()
+        expected = network(params, codes, labels)
+        right, off = (
+            (network(params, codes, labels, statistics=one) - expected).abs().mean()
+            for one in (statistics, wrong)
+        )
+    assert right < 0.1 * expected.std() < off
     again = network.statistics(params, seeded(1))
     assert all(torch.equal(again[part], values) for part, values in statistics.items())
     assert not any(values.requires_grad for values in statistics.values())
-
-
-ADAM = Adam()
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Step:
     """Bring the mean image of each class to a target."""
 
     network: GeneratorNetwork
-    adam: Adam = ADAM
+    adam = Adam()
 
     def __call__(self, state, codes, labels, target, lr):
         params, moments = state
@@ -185,8 +186,10 @@ def test_a_training_step_runs_in_the_engine(monkeypatch):
     engine = static_engine(monkeypatch)
     ours, theirs = (one.run(step, state, *rest, times=2) for one in (engine, Engine()))
     assert engine.said == []
-    for name, weight in theirs[0].items():
-        assert torch.allclose(ours[0][name], weight, atol=1e-3), name
+    # Not parameters: a bias before a norm has no slope but rounding, which Adam makes large.
+    ours, theirs = (step.network(params, *rest[:2]) for params, _ in (ours, theirs))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert not torch.allclose(ours, step.network(state[0], *rest[:2]), atol=1e-2)
 
 
 @every
