@@ -78,12 +78,13 @@ def data_card(
         header: further lines of the YAML header.
     """
     facts, count = about.facts, len(synthetic)
+    kind = "labelled" if synthetic.is_labelled else "unlabelled"
     listed = "\n".join(f"- `{name}`: {what}" for name, what in files.items())
     classes = ", ".join(synthetic.class_names[:20]) + (", ..." if facts.classes > 20 else "")
     return f"""{_header(about, count, header)}
 # A synthetic stand-in for {about.name}
 
-{count} synthetic labelled images ({" x ".join(map(str, facts.shape))}, {facts.classes} classes: \
+{count} synthetic {kind} images ({" x ".join(map(str, facts.shape))}, {facts.classes} classes: \
 {classes}), made by Understudy with the method `{about.method}`.
 
 ## Guarantee
@@ -92,8 +93,8 @@ def data_card(
 
 ## What it is for
 
-Training and testing models where the real data cannot go. The images were optimised to train
-networks; they are not photographs of anything and need not look like the real ones.
+Training and testing models where the real data cannot go. The images are not photographs of
+anything and need not look like the real ones.
 
 ## What it is not for
 

@@ -126,12 +126,18 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
             raise InvalidData(f"{path} cannot be read as a synthetic set ({error})") from error
 
     def contact_sheet(self, *, per_class: int = 10) -> bytes:
-        """Draw up to `per_class` images of each class, one row per class, as PNG."""
+        """Draw up to `per_class` images of each class, one row per class, as PNG.
+
+        Of a set without labels, some rows of images.
+        """
         side = max(self.images.shape[2:])
         zoom = max(1, math.ceil(SHEET_TILE / side))
+        groups = [self.images[self.labels == n] for n in range(len(self.class_names))]
+        if not self.is_labelled:  # as many rows as there are columns
+            groups = list(torch.split(self.images[: per_class**2], per_class))
         rows = []
-        for label in range(len(self.class_names)):
-            of_class = self.images[self.labels == label][:per_class]
+        for group in groups:
+            of_class = group[:per_class]
             blank = torch.ones(per_class - len(of_class), *self.images.shape[1:])
             rows.append(torch.cat([of_class.cpu(), blank]))
         tiles = torch.stack(rows)  # (classes, per_class, c, h, w)

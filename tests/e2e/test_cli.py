@@ -175,6 +175,19 @@ def test_plan_prints_both_accountants_and_the_tail(folder, capsys):
     assert 0 < float(tail["bound on that tail"]) <= float(tail["delta for the sampler's tail"])
 
 
+def test_plan_tells_how_far_sums_exceed_their_noise(folder, capsys):
+    code, out, _ = call(
+        "plan", "--method", "dp-merf", "--records", "60000", "--epsilon", "1", "--json",
+        capsys=capsys,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in out.splitlines()]
+    noise = next(float(r["noise multiplier"]) for r in rows if r.get("accountant") == "PLD")
+    (block,) = [r for r in rows if "block" in r]
+    assert code == 0
+    # 6000 records of norm 1 in a class, against noise in 10 000 coordinates
+    assert float(block["signal to noise, at most"]) == pytest.approx(6000 / (noise * 100), rel=0.01)
+
+
 def test_methods_lists_settings_with_their_meaning(capsys):
     _, out, _ = call("methods", capsys=capsys)
     assert "psg" in out

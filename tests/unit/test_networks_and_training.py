@@ -187,6 +187,14 @@ def test_a_set_survives_its_file_and_its_picture(tmp_path, channels):
     assert corner == pytest.approx(float(shade), abs=0.01)
 
 
+def test_a_set_without_labels_has_its_picture_too():
+    made = SyntheticSet(torch.zeros(7, 1, 8, 8), torch.full((7,), -1), ("cat", "dog"))
+    picture = np.asarray(Image.open(io.BytesIO(made.contact_sheet(per_class=3))))
+    assert picture.shape == (3 * 60, 3 * 60)
+    tiles = picture.reshape(3, 60, 3, 60)[:, 30, :, 30]
+    assert (tiles == 0).sum() == 7  # the others are blank
+
+
 def test_a_garbled_set_is_refused(tmp_path):
     path = tmp_path / "set.safetensors"
     for content in (b"", b"x" * 100):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -16,7 +16,7 @@ from understudy.errors import InvalidSettings
 from understudy.files import home
 from understudy.methods import load_method
 from understudy.methods.method import configure
-from understudy.privacy.accounting import calibrate
+from understudy.privacy.accounting import Calibration, calibrate
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.randomness import tail_delta
 
@@ -63,7 +63,7 @@ def build(method: str) -> Callable[..., None]:
         """Show noise, releases and cost of a run before spending anything."""
         budget = Budget(epsilon=options.epsilon, delta=options.delta)
         budget.check_delta(options.records, allow_large=options.allow_large_delta)
-        planned = _plan(options, given(settings))
+        facts, planned = _plan(options, given(settings))
         out = make_output(output)
         out.table(
             "Releases",
@@ -73,16 +73,20 @@ def build(method: str) -> Callable[..., None]:
                 for r in planned
             ],
         )
-        rows = [_row(planned, budget, accountant) for accountant in NAMES]
+        found = {accountant: _calibrated(planned, budget, accountant) for accountant in NAMES}
+        rows = [_row(planned, accountant, noise) for accountant, noise in found.items()]
         columns = ("accountant", "noise multiplier", "epsilon", "delta accounted",
                    "delta for the sampler's tail", "bound on that tail")  # fmt: skip
         out.table(f"Noise for epsilon {options.epsilon:g}, delta {options.delta:g}", columns, rows)
+        if signals := _signals(planned, facts, found["pld"].noise_multiplier):
+            names = ("block", "features", "bound", "noise ratio", "signal to noise, at most")
+            out.table("Sums of records against their noise (PLD)", names, signals)
 
     plan.__annotations__["settings"] = Annotated[settings_type | None, Parameter(name="*")]
     return plan
 
 
-def _plan(options: PlanOptions, settings: dict[str, Any]) -> Plan:
+def _plan(options: PlanOptions, settings: dict[str, Any]) -> tuple[PublicFacts, Plan]:
     channels = options.shape[0]
     facts = PublicFacts(
         units=options.records,
@@ -95,18 +99,36 @@ def _plan(options: PlanOptions, settings: dict[str, Any]) -> Plan:
     configured = configure(method, facts, options.epsilon, preset=options.preset, settings=settings)
     planned = method(configured.config, facts, seed=0).plan()
     if options.steps is None:
-        return planned
+        return facts, planned
     if len(planned.releases) != 1:
         raise InvalidSettings("--steps needs a method with one kind of release; leave it out")
-    return Plan((dataclasses.replace(planned.releases[0], count=options.steps),))
+    return facts, Plan((dataclasses.replace(planned.releases[0], count=options.steps),))
 
 
-def _row(planned: Plan, budget: Budget, accountant: Literal["pld", "renyi"]) -> tuple[str, ...]:
-    found = calibrate(
+def _calibrated(planned: Plan, budget: Budget, accountant: Accountant) -> Calibration:
+    return calibrate(
         planned,
         dataclasses.replace(budget, accountant=accountant),
         cache=home() / "calibrations",
     )
+
+
+def _signals(planned: Plan, facts: PublicFacts, multiplier: float) -> list[tuple[str, ...]]:
+    """Describe each block of sums."""
+    return [
+        (
+            block.name,
+            f"{block.dimension}" + (f" x {facts.classes} classes" if block.by_class else ""),
+            f"{block.bound:.4g}",
+            f"{block.ratio:g}",
+            f"{block.signal_to_noise(line, facts, line.noise_ratio * multiplier):.3g}",
+        )
+        for line in planned
+        for block in line.blocks
+    ]
+
+
+def _row(planned: Plan, accountant: Accountant, found: Calibration) -> tuple[str, ...]:
     tail = tail_delta(planned, found.noise_multiplier) if found.noise_multiplier else 0.0
     return (
         NAMES[accountant],

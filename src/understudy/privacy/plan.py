@@ -79,6 +79,18 @@ class Block:
         """Return the number of sums over records that are released."""
         return classes if self.by_class else 1
 
+    def signal_to_noise(self, line: PlannedRelease, facts: PublicFacts, multiplier: float) -> float:
+        """Return the most that a sum can be longer than its noise, if classes are equally large.
+
+        Args:
+            line: what this is a block of.
+            facts: public facts of the data set.
+            multiplier: the noise multiplier of the line.
+        """
+        records = line.sampling_rate * facts.units / self.sums(facts.classes)
+        noise = multiplier * joint_bound(line.blocks) * self.ratio * math.sqrt(self.dimension)
+        return records / noise if noise else math.inf
+
 
 def joint_bound(blocks: Sequence[Block]) -> float:
     """Return the L2 norm that a record's blocks do not exceed, each divided by bound and ratio."""
