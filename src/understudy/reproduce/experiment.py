@@ -87,6 +87,8 @@ class Layout:
 
     rows: tuple[str, ...]
     columns: str = "model"
+    mean: bool = False
+    """Whether to add the mean over all columns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ from typing import Any
 from understudy.reproduce.experiment import Experiment
 
 Cell = Mapping[str, Any]
+Lines = dict[tuple[Any, ...], dict[Any, list[Cell]]]
+"""The cells of each line of a table, by column."""
 NOT_COMPARABLE = (
     "Scale smoke: tiny settings on built-in data, to see that everything works. The numbers say "
     "nothing about the method and are not comparable with published ones."
@@ -34,7 +36,7 @@ def accuracies(experiment: Experiment, cells: Sequence[Cell]) -> Grid:
     """Lay out measured and published accuracies as the experiment says."""
     layout, shown = experiment.table, _shown(experiment, cells)
     columns = sorted({cell[layout.columns] for cell in shown}, key=_order)
-    lines: dict[tuple[Any, ...], dict[Any, list[Cell]]] = {}
+    lines: Lines = {}
     for cell in shown:
         line = tuple(cell.get(name, "") for name in layout.rows)
         lines.setdefault(line, {}).setdefault(cell[layout.columns], []).append(cell)
@@ -42,9 +44,27 @@ def accuracies(experiment: Experiment, cells: Sequence[Cell]) -> Grid:
     heads += [f"{_word(layout.columns)} {_word(value)}" for value in columns]
     rows = [
         [*(_word(value) for value in line), *(_text(found.get(value, [])) for value in columns)]
-        for line, found in sorted(lines.items(), key=lambda item: [_order(v) for v in item[0]])
+        for line, found in _in_order(lines)
     ]
+    if layout.mean:
+        heads.append(f"mean over {len(columns)}")
+        for row, (_, found) in zip(rows, _in_order(lines), strict=True):
+            row.append(_text(_mean([found.get(value, []) for value in columns])))
     return Grid(heads, rows)
+
+
+def _in_order(lines: Lines) -> list[tuple[tuple[Any, ...], dict[Any, list[Cell]]]]:
+    return sorted(lines.items(), key=lambda item: [_order(v) for v in item[0]])
+
+
+def _mean(columns: Sequence[Sequence[Cell]]) -> list[Cell]:
+    """Return a cell with the mean over columns, as far as none is missing."""
+    mean: dict[str, Any] = {"published": None}
+    for what in ("published", "measured"):
+        values = [[c[what] for c in cells if c.get(what) is not None] for cells in columns]
+        if all(values):
+            mean[what] = fmean(fmean(value) for value in values)
+    return [mean]
 
 
 def _shown(experiment: Experiment, cells: Sequence[Cell]) -> list[Cell]:
