@@ -219,7 +219,7 @@ class Job:
                 "preset": configured.preset,
                 "preset_tuned_on": configured.tuned_on,
                 "seed": asked.seed,
-                "public_inputs": [],
+                "public_inputs": public_inputs,
                 "understudy": __version__,
             },
             files=files,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import FitStep, GeneratorFit, Schedule, class_means, shares_of
+from understudy.methods.fitting import DistanceStep, GeneratorFit, Schedule, class_means, shares_of
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.generators import ConvGenerator, DenseGenerator, GeneratorNetwork
 from understudy.nets.params import Params
@@ -28,6 +28,7 @@ from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Block, Plan, PublicFacts, one_embedding
 from understudy.privacy.releases.class_sums import Embedding
 from understudy.progress import Progress
+from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 
@@ -161,6 +162,8 @@ class DPHP:
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
 
+    public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
+
     @staticmethod
     def default_preset(facts: PublicFacts) -> str:
         """Choose `small` for few units."""
@@ -205,7 +208,7 @@ class DPHP:
         sums = curator.class_sums(Embedding(embed, blocks))
         counts = sums.pop("counts", None)
         fit = GeneratorFit(
-            step=FitStep(self._network(), self.embedding),
+            step=DistanceStep(self._network(), self.embedding),
             schedule=Schedule(
                 steps=config.steps, batch=config.batch, lr=config.lr, decay=config.decay
             ),

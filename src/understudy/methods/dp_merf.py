@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from understudy.methods.fitting import (
-    FitStep,
+    DistanceStep,
     GeneratorFit,
     Schedule,
     class_means,
@@ -31,6 +31,7 @@ from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Block, Plan, PublicFacts, one_embedding
 from understudy.privacy.releases.class_sums import Embedding
 from understudy.progress import Progress
+from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 
@@ -97,6 +98,8 @@ class DPMERF:
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
 
+    public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
+
     @staticmethod
     def default_preset(facts: PublicFacts) -> str:
         """Choose `small` for few units."""
@@ -133,7 +136,7 @@ class DPMERF:
 
         sums = curator.class_sums(Embedding(embed, self._blocks))
         fit = GeneratorFit(
-            step=FitStep(
+            step=DistanceStep(
                 ConvGenerator(facts.shape, facts.classes, code=config.code, hidden=config.hidden),
                 embedding_distance,
             ),

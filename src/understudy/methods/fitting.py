@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from understudy.nets.generators import GeneratorNetwork
 from understudy.nets.params import Params, moved
@@ -20,8 +21,10 @@ from understudy.privacy.plan import PublicFacts
 from understudy.progress import Progress
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
-from understudy.training.adam import Adam, AdamState
+from understudy.training.adam import Adam
 
+State = tuple[Any, ...]
+"""Parameters first, then what the optimiser remembers: tensors, nested."""
 Distance = Callable[[Tensor, Tensor, Params], Tensor]
 """Map generated images, their labels, and what was released or is public, to a loss."""
 ADAM = Adam()
@@ -31,23 +34,38 @@ SMALLEST_SHARE = 1e-3
 """Of a class, whatever the noise says of its count."""
 
 
-@dataclass(frozen=True)
-class FitStep:
+class Step(Protocol):
     """One step of a generator; a frozen value, so that equal steps are compiled once."""
+
+    @property
+    def network(self) -> GeneratorNetwork:
+        """What is trained."""
+
+    def start(self, params: Params) -> State:
+        """Return the state before the first step."""
+
+    def __call__(
+        self, state: State, codes: Tensor, labels: Tensor, known: Params, lr: Tensor
+    ) -> State:
+        """Move the parameters so that the images they give get nearer to what is known."""
+
+
+@dataclass(frozen=True)
+class DistanceStep:
+    """A step of Adam down a distance."""
 
     network: GeneratorNetwork
     distance: Distance
     adam: Adam = ADAM
 
+    def start(self, params: Params) -> State:
+        """Return the state before the first step."""
+        return params, self.adam.start(params)
+
     def __call__(
-        self,
-        state: tuple[Params, AdamState],
-        codes: Tensor,
-        labels: Tensor,
-        known: Params,
-        lr: Tensor,
-    ) -> tuple[Params, AdamState]:
-        """Move the parameters so that the images they give get nearer to what is known."""
+        self, state: State, codes: Tensor, labels: Tensor, known: Params, lr: Tensor
+    ) -> State:
+        """Move the parameters so that the distance of the images they give falls."""
         params, moments = state
         leaves = {name: weight.detach().requires_grad_() for name, weight in params.items()}
         images = self.network(leaves, codes, labels)
@@ -63,7 +81,7 @@ class Schedule:
     batch: int
     lr: float
     decay: float = 1.0
-    """What the learning rate is multiplied by, five times in all but once."""
+    """What the learning rate is multiplied by after each fifth of the steps."""
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step.
@@ -72,6 +90,16 @@ class Schedule:
         [1.0, 0.9, 0.66]
         """
         return self.lr * self.decay ** (5 * step // self.steps)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which of the generators on the way to keep: the one with the lowest score."""
+
+    every: int
+    """Steps from one look to the next."""
+    score: Callable[[Params], Tensor]
+    """By released statistics alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,53 +112,67 @@ class GeneratorFit:
         facts: public facts of the data set.
         seed: of initialisation, codes and labels: public.
         shares: of the classes; None for equal parts.
+        selection: which generator to keep; None for the last.
     """
 
-    step: FitStep
+    step: Step
     schedule: Schedule
     facts: PublicFacts
     seed: int
     shares: tuple[float, ...] | None = None
+    selection: Selection | None = None
 
     def run(self, known: Params, curator: Curator, progress: Progress) -> Params:
         """Return trained parameters; goes on from a checkpoint if there is one."""
-        network, schedule, engine = self.step.network, self.schedule, curator.engine
-        done, saved = curator.restore()
-        if done:
-            params, first, second = (
-                cast(Params, saved[name]) for name in ("params", "first", "second")
-            )
-            state = params, AdamState(first, second, cast(Tensor, saved["steps"]))
-        else:
-            params = moved(network.init(public_generator(self.seed, "network")), engine.device)
-            state = params, self.step.adam.start(params)
+        schedule, engine, selection = self.schedule, curator.engine, self.selection
+        done, state, best, lowest = self._start(curator)
         batches = self._batches(done, engine.device)
         for at in progress.steps(range(done, schedule.steps), spent=curator.epsilon_spent):
             codes, labels = next(batches)
             lr = torch.full((), schedule.lr_at(at), device=engine.device)
             state = engine.run(self.step, state, codes, labels, known, lr)
-            params, moments = state
-            curator.checkpoint(at + 1, {"params": params, **moments._asdict()})
-        return state[0]
+            if selection and (at + 1) % selection.every == 0:
+                score = selection.score(state[0])
+                if score < lowest:
+                    best, lowest = state[0], score
+            leaves: Params = {str(n): leaf for n, leaf in enumerate(pytree.tree_leaves(state))}
+            chosen = {"best": best} if selection else {}
+            curator.checkpoint(at + 1, {"state": leaves, "lowest": lowest, **chosen})
+        return best if selection and lowest.isfinite() else state[0]
+
+    def _start(self, curator: Curator) -> tuple[int, State, Params, Tensor]:
+        """Return steps done, the state, and the best parameters so far with their score."""
+        device = curator.engine.device
+        drawn = self.step.network.init(public_generator(self.seed, "network"))
+        state = self.step.start(moved(drawn, device))
+        done, saved = curator.restore()
+        if not done:
+            return 0, state, state[0], torch.full((), torch.inf, device=device)
+        leaves = [cast(Params, saved["state"])[str(n)] for n in range(len(saved["state"]))]
+        state = pytree.tree_unflatten(leaves, pytree.tree_structure(state))
+        best = cast(Params, saved.get("best", state[0]))
+        return done, state, best, cast(Tensor, saved["lowest"])
 
     def _batches(self, start: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield codes and labels of each step from `start` on."""
         network, batch = self.step.network, self.schedule.batch
-        classes = self.facts.classes
         for block in range(start // DRAWN_AHEAD, -(-self.schedule.steps // DRAWN_AHEAD)):
             generator = public_generator(self.seed, "codes", block)
-            codes = network.codes(DRAWN_AHEAD * batch, generator).to(device)
-            if self.shares is None:  # each class as often as the others, as far as that goes
-                labels = torch.arange(DRAWN_AHEAD * batch) % classes
-            else:
-                counts = torch.tensor(divided(DRAWN_AHEAD * batch, self.shares))
-                labels = torch.arange(classes).repeat_interleave(counts)
-                labels = labels[torch.randperm(len(labels), generator=generator)]
-            parts = (torch.split(drawn, batch) for drawn in (codes, labels.to(device)))
-            pairs = zip(*parts, strict=True)
-            for number, pair in enumerate(pairs):
+            codes = network.codes(DRAWN_AHEAD * batch, generator)
+            labels = self.labels(DRAWN_AHEAD * batch, generator)
+            parts = (torch.split(drawn.to(device), batch) for drawn in (codes, labels))
+            for number, pair in enumerate(zip(*parts, strict=True)):
                 if block * DRAWN_AHEAD + number >= start:
                     yield pair
+
+    def labels(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return labels of generated images: in turn, or by shares in random order."""
+        classes = max(1, self.step.network.classes)
+        if self.shares is None:
+            return torch.arange(count) % classes
+        counts = torch.tensor(divided(count, self.shares))
+        labels = torch.arange(classes).repeat_interleave(counts)
+        return labels[torch.randperm(count, generator=generator)]
 
     def drawn(self, params: Params, images_per_class: int) -> SyntheticSet:
         """Draw the set, and keep the generator with it."""
@@ -150,8 +192,8 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
 def shares_of(counts: Tensor) -> tuple[float, ...]:
     """Turn noisy counts of classes into shares, none of them zero.
 
-    >>> shares_of(torch.tensor([[30.0], [10.0], [-2.0]]))
-    (0.749..., 0.249..., 0.0009...)
+    >>> [round(share, 3) for share in shares_of(torch.tensor([[30.0], [10.0], [-2.0]]))]
+    [0.749, 0.25, 0.001]
     """
     counts = counts.flatten().double().clamp(min=0)
     shares = (counts / counts.sum().clamp(min=1e-9)).clamp(min=SMALLEST_SHARE)

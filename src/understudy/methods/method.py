@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +12,7 @@ from understudy.errors import InvalidSettings
 from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Plan, PublicFacts
 from understudy.progress import Progress
+from understudy.provenance import PublicInput
 from understudy.synthetic import SyntheticSet
 
 
@@ -50,6 +51,8 @@ class Method(Protocol):
     config_class: ClassVar[type]
     presets: ClassVar[dict[str, Preset]]
     summary: ClassVar[str]
+    public_inputs: Sequence[PublicInput]
+    """What it used that others made of public data; known after `run`."""
 
     @staticmethod
     def default_preset(facts: PublicFacts) -> str:

@@ -27,6 +27,7 @@ from understudy.nets.params import Params, moved, parameter_count
 from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.progress import Progress
+from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 from understudy.training.sgd import SGD, fit, mean_loss
@@ -226,6 +227,8 @@ class PSG:
         "best": Preset(_best, "a held-out sixth of MNIST's and Fashion-MNIST's training records"),
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
+
+    public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
 
     @staticmethod
     def default_preset(facts: PublicFacts) -> str:
