@@ -390,8 +390,9 @@ def pretrain(
     report.say(f"{images.name} is treated as PUBLIC: nothing protects its images")
     if not path.parent.exists():
         make_directory(path.parent)
-    if not os.access(path.parent, os.W_OK):  # said now rather than after an hour of training
-        raise StorageError(f"cannot write to {path.parent}; choose another --out")
+    # Said now rather than after an hour of training.
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise StorageError(f"{path.parent} is no folder that can be written; choose another --out")
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     params, header = train_encoder(images, how, engine=engine, progress=report)
     write_file(path, header.to_file(params))

@@ -82,9 +82,10 @@ class BatchNorm(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         """Normalise each channel over the batch."""
-        fast = torch.backends.cudnn.enabled
+        # torch's function rather than its layer's, which refuses a last batch of one image; without
+        # cuDNN, so that a compiler can fuse it.
         return torch.batch_norm(
-            maps, self.weight, self.bias, None, None, True, 0.0, NORM_EPS, fast
+            maps, self.weight, self.bias, None, None, True, 0.0, NORM_EPS, False
         )  # fmt: skip
 
 
