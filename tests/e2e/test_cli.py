@@ -62,7 +62,7 @@ def test_help_imports_nothing_heavy():
     assert "HEAVY []" in done.stdout
     for command in (
         "generate", "evaluate", "plan", "verify", "register", "ledger", "methods", "fetch",
-        "export", "report", "runs", "sample",
+        "export", "report", "runs", "sample", "pretrain",
     ):  # fmt: skip
         assert command in done.stdout
 

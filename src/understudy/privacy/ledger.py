@@ -136,6 +136,11 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.1)
 
 
+def default_ledger() -> Path:
+    """Return where the user's own ledger is, if there is one (`UNDERSTUDY_LEDGER` moves it)."""
+    return Path(os.environ.get("UNDERSTUDY_LEDGER") or home() / "ledger.sqlite")
+
+
 class Ledger:
     """Open the ledger at `path`, by default the user's own.
 
@@ -145,7 +150,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None, *, create: bool = True) -> None:
-        self.path = path or Path(os.environ.get("UNDERSTUDY_LEDGER") or home() / "ledger.sqlite")
+        self.path = path or default_ledger()
         if not create and not self.path.exists():
             raise LedgerError(f"there is no ledger {self.path}; name the right one")
         self._connection = self._open()

@@ -201,6 +201,30 @@ def _overlap(one: str | None, other: str | None) -> bool:
     return a.is_absolute() and b.is_absolute() and (a.is_relative_to(b) or b.is_relative_to(a))
 
 
+def refuse_private(ledger: Ledger, data: LabelledImages) -> None:
+    """Refuse to treat a set as public if the ledger knows any of its images as private.
+
+    Images that were changed, scaled say, are other images; a set's place on disk still shows it.
+
+    Raises:
+        DataChanged: an image, or the place on disk, belongs to a registered private set.
+    """
+    if data.is_public_benchmark:
+        return
+    for row in ledger.shared_images(_Fingerprint.of(ledger, data, each=True).images):
+        if not row["is_public_benchmark"]:
+            raise DataChanged(
+                f"{row['shared']} of the images of {data.name} are in '{row['name']}', which is "
+                "registered as private; public data must not hold private images; use another set"
+            )
+    for row in ledger.data_sets("NOT is_public_benchmark"):
+        if _overlap(row["source"], data.source):
+            raise DataChanged(
+                f"{data.source} lies in, or holds, what is registered as '{row['name']}', which is "
+                "private; public data must not hold private images; use another set"
+            )
+
+
 def all_registered(ledger: Ledger) -> list[Registration]:
     """Return every registered data set, oldest first."""
     return [_from_row(row) for row in ledger.data_sets()]

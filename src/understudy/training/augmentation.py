@@ -1,4 +1,4 @@
-"""The augmentation of the evaluation protocol: each image is cropped, scaled or rotated."""
+"""Augmentation: crop, scale or rotate, as papers evaluate; shifts and mirroring to pre-train."""
 
 from __future__ import annotations
 
@@ -49,3 +49,25 @@ def crop_scale_rotate(images: Tensor, generator: torch.Generator) -> Tensor:
         for mode in ("nearest", "bicubic")
     )
     return torch.where(change == ROTATE, between, nearest) + outside
+
+
+def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift each image by whole pixels, up to an eighth of the side; outside it is black."""
+    count, _, height, width = images.shape
+    reach = [max(1, side // 8) for side in (height, width)]
+    wide = F.pad(images, (reach[1], reach[1], reach[0], reach[0]))
+    for dim, (side, most) in enumerate(zip((height, width), reach, strict=True), start=2):
+        start = torch.randint(2 * most + 1, (count,), generator=generator).to(images.device)
+        places = start[:, None] + torch.arange(side, device=images.device)
+        view = (count, 1, side, 1) if dim == 2 else (count, 1, 1, side)
+        sizes = list(wide.shape)
+        sizes[dim] = side
+        wide = wide.gather(dim, places.view(view).expand(sizes))
+    return wide
+
+
+def shifted_and_mirrored(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift each image, and turn half of them left to right."""
+    turn = torch.rand(len(images), generator=generator).to(images.device) < 0.5
+    moved = shifted(images, generator)
+    return torch.where(turn[:, None, None, None], moved.flip(3), moved)
