@@ -82,11 +82,10 @@ class BatchNorm(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         """Normalise each channel over the batch."""
-        # torch's function rather than its layer's, which refuses a last batch of one image; without
-        # cuDNN, so that a compiler can fuse it.
-        return torch.batch_norm(
-            maps, self.weight, self.bias, None, None, True, 0.0, NORM_EPS, False
-        )  # fmt: skip
+        variance, mean = torch.var_mean(maps, (0, 2, 3), correction=0)
+        scale = self.weight * torch.rsqrt(variance + NORM_EPS)
+        shift = self.bias - mean * scale
+        return maps * scale[:, None, None] + shift[:, None, None]
 
 
 class Classifier(nn.Module):
