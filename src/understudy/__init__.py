@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from understudy.data.images import labelled_images
+    from understudy.finished import export, load, load_result, sample, verify
     from understudy.measures import (
         evaluate,
         measure_convergence,
@@ -22,17 +23,12 @@ if TYPE_CHECKING:
     )
     from understudy.methods import METHODS
     from understudy.pipeline import (
-        export,
         fetch,
-        load,
         load_data,
-        load_result,
         pretrain,
         register,
-        sample,
         synthesize,
         synthesize_all,
-        verify,
     )
     from understudy.report import write_report
 
@@ -40,21 +36,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "METHODS": "understudy.methods",
     "evaluate": "understudy.measures",
-    "export": "understudy.pipeline",
+    "export": "understudy.finished",
     "fetch": "understudy.pipeline",
     "labelled_images": "understudy.data.images",
-    "load": "understudy.pipeline",
+    "load": "understudy.finished",
     "load_data": "understudy.pipeline",
-    "load_result": "understudy.pipeline",
+    "load_result": "understudy.finished",
     "measure_convergence": "understudy.measures",
     "measure_memorisation": "understudy.measures",
     "measure_quality": "understudy.measures",
     "pretrain": "understudy.pipeline",
     "register": "understudy.pipeline",
-    "sample": "understudy.pipeline",
+    "sample": "understudy.finished",
     "synthesize": "understudy.pipeline",
     "synthesize_all": "understudy.pipeline",
-    "verify": "understudy.pipeline",
+    "verify": "understudy.finished",
     "write_report": "understudy.report",
 }
 

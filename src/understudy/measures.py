@@ -37,7 +37,8 @@ from understudy.evaluation.features import (
 from understudy.evaluation.memorisation import Memorisation
 from understudy.evaluation.protocols import Asked
 from understudy.evaluation.quality import Quality
-from understudy.pipeline import Data, ledger_of, load_result, opened
+from understudy.finished import ledger_of, load_result, opened
+from understudy.pipeline import Data
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Certificate, epsilon_after
 from understudy.privacy.disclosure import (

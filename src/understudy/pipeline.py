@@ -1,16 +1,15 @@
-"""The library's verbs: fetch, pretrain, register, synthesize, sample, export, verify.
+"""The library's verbs: fetch, pretrain, register, synthesize.
 
-The command line calls these; see `measures` for evaluate.
+The command line calls these; see `finished` for sample, export and verify, `measures` for evaluate.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from understudy.errors import (
     OutputExists,
     StorageError,
 )
-from understudy.exports import Format, export_release, verified
 from understudy.files import make_directory, write_file
+from understudy.finished import load_result, opened
 from understudy.job import (
     Job,
     Request,
@@ -40,25 +39,18 @@ from understudy.job import (
     tell_others,
 )
 from understudy.methods import load_method
-from understudy.nets.released import Generator
-from understudy.privacy import certificate as certificates
 from understudy.privacy import registration as registrations
-from understudy.privacy.certificate import Verification
 from understudy.privacy.group import is_in_group, joined
 from understudy.privacy.ledger import Ledger, default_ledger
-from understudy.privacy.plan import PublicFacts
 from understudy.privacy.registration import Registration, RegistrationTerms
 from understudy.privacy.vault import Vault
 from understudy.progress import Progress
 from understudy.runs import (
-    GENERATOR_FILE,
-    SET_FILE,
     RunDirectory,
     free_directory,
     partial,
     unfinished_directory,
 )
-from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine, choose_device
 from understudy.training.pretrained import ENDING, EncoderHeader
 from understudy.training.pretraining import Pretraining, train_encoder
@@ -284,89 +276,6 @@ def _choose_directory(out: str | Path | None, data: str, asked: Request, *, resu
     return wanted
 
 
-def load_result(directory: str | Path) -> Result:
-    """Read a finished run; only its `release/` is needed."""
-    release = _release(directory)
-    synthetic = SyntheticSet.load(release / SET_FILE)
-    if (release / GENERATOR_FILE).exists():
-        synthetic = replace(synthetic, generator=Generator.load(release / GENERATOR_FILE))
-    return Result(synthetic, certificates.read(release / certificates.FILE_NAME), Path(directory))
-
-
-def load(directory: str | Path) -> SyntheticSet:
-    """Read the set of a finished run, or of its `release/` alone, as a torch `Dataset`."""
-    return load_result(directory).synthetic
-
-
-def sample(
-    directory: str | Path,
-    *,
-    count: int | None = None,
-    per_class: int | None = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    device: str = "auto",
-    without_guarantee: bool = False,
-) -> SyntheticSet:
-    """Draw images from the generator of a finished run, at no cost in privacy.
-
-    Args:
-        directory: the run, or its `release/` alone; nothing else of it is read.
-        count: how many images in all, or
-        per_class: how many of each class.
-        seed: another one gives other images.
-        out: file to write the set to, in the form of the released one; by default none.
-        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
-        without_guarantee: draw from a generator that has no guarantee.
-    """
-    release, file = _release(directory), Path(out) if out else None
-    if file and file.exists():
-        raise OutputExists(f"{file} exists already; choose another --out, or remove it")
-    certificate = verified(release, without_guarantee=without_guarantee)
-    if GENERATOR_FILE not in certificate.content["files"]:
-        raise InvalidSettings(
-            f"{directory} has no generator: {certificate.content['method']['name']} makes images "
-            "alone; use its set as it is, or a run of a method that trains a generator"
-        )
-    generator = Generator.load(release / GENERATOR_FILE).to(choose_device(device))
-    images, labels = generator.sample(count, seed=seed, per_class=per_class)
-    facts = PublicFacts.from_json(certificate.content["data_set"]["public_facts"])
-    drawn = SyntheticSet(images, labels, facts.class_names, generator=generator)
-    if file:
-        write_file(file, drawn.to_bytes())
-    return drawn
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an export has written."""
-
-    directory: Path
-    images: int
-
-
-def export(
-    directory: str | Path,
-    *,
-    to: Format,
-    out: str | Path | None = None,
-    without_guarantee: bool = False,
-) -> Exported:
-    """Write a released set in the form that other tools read, with its data card and certificate.
-
-    Args:
-        directory: the run, or its `release/` alone; nothing else of it is read.
-        to: `png`, `npz`, `safetensors`, `parquet` or `idx`.
-        out: directory to write; by default named after the run and the format.
-        without_guarantee: export a set that has no guarantee.
-    """
-    run = Path(directory).resolve()
-    run = run.parent if run.name == "release" else run
-    wanted = Path(out) if out else run.with_name(f"{run.name}-{to}")
-    count = export_release(_release(directory), to, wanted, without_guarantee=without_guarantee)
-    return Exported(wanted, count)
-
-
 def fetch(
     name: str, *, data_dir: str | Path | None = None, progress: Progress | None = None
 ) -> Path:
@@ -455,48 +364,3 @@ def _check_public(
         for part in (data, data.test):
             if part is not None:
                 registrations.refuse_private(book, part)
-
-
-def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False) -> Verification:
-    """Check a run, or its `release/` alone, against its certificate.
-
-    Args:
-        directory: the run.
-        ledger: the custodian's ledger, to check the certificate's origin too; True for the one that
-            the run was made with.
-    """
-    release = _release(directory)
-    if ledger is False:
-        return certificates.verify(release)
-    with opened(ledger_of(directory) if ledger is True else ledger, create=False) as book:
-        return certificates.verify(release, ledger=book)
-
-
-def _release(directory: str | Path) -> Path:
-    path = Path(directory)
-    if not path.exists() and partial(path).exists():
-        raise InvalidData(
-            f"{path} is not finished; repeat the command that started it, with --resume"
-        )
-    return path / "release" if (path / "release").is_dir() else path
-
-
-def ledger_of(directory: str | Path) -> Path | None:
-    """Return the ledger that a run was made with, None (the user's own) if it does not say."""
-    try:
-        return Path(RunDirectory(Path(directory)).settings()["ledger"])
-    except InvalidData:
-        return None
-
-
-@contextlib.contextmanager
-def opened(ledger: Ledger | str | Path | None, *, create: bool = True) -> Iterator[Ledger]:
-    """Open a ledger by its path, the user's own if there is none; one that is open stays so."""
-    if isinstance(ledger, Ledger):
-        yield ledger
-        return
-    book = Ledger(Path(ledger) if ledger is not None else None, create=create)
-    try:
-        yield book
-    finally:
-        book.close()

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
 from understudy.exports import Format
-from understudy.pipeline import export
+from understudy.finished import export
 
 
 def command(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
-from understudy.pipeline import sample
+from understudy.finished import sample
 
 
 def command(

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
-from understudy.pipeline import verify
+from understudy.finished import verify
 
 
 def command(

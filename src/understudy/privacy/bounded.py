@@ -69,7 +69,8 @@ def noisy_bounded_sum(
     units = access.sample_units()
     total = torch.zeros(dimension, dtype=torch.float64, device=records.device)
     if by_class is not None and records.one_each:
-        for rows, labels in records.record_rows(units, contribution, inputs or {}):
+        width = dimension // access.classes if all(by_class) else dimension
+        for rows, labels in records.record_rows(units, contribution, inputs or {}, dimension=width):
             is_in = _is_in(labels, access.classes)
             sums_of = [is_in if apart else None for apart in by_class]
             total += _whole(clipped_sum(rows, bound, sums_of=sums_of), dimension)

@@ -129,10 +129,11 @@ class Records(Sealed):
         return contribution(inputs, self._images[there].float() / 255, self._labels[there])
 
     def record_rows(
-        self, units: Tensor, contribution: Contribution, inputs: Params
+        self, units: Tensor, contribution: Contribution, inputs: Params, *, dimension: int
     ) -> Iterator[tuple[Rows, Tensor]]:
         """Yield, chunk by chunk, each record's row, and its label. For units of one record."""
-        for part in torch.split(self._only_places(units), MOST_RECORDS):
+        at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), MOST_RECORDS))
+        for part in torch.split(self._only_places(units), at_once):
             if len(part):
                 yield (
                     self._contributions(part, contribution, inputs),

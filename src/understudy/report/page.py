@@ -18,7 +18,7 @@ from markupsafe import Markup
 from understudy import __version__
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.files import write_file
-from understudy.pipeline import verify
+from understudy.finished import verify
 from understudy.privacy import certificate as certificates
 from understudy.report.charts import Chart, Table
 from understudy.report.measured import (

@@ -188,6 +188,12 @@ class Released:
         return Table("Bound on membership attacks", columns, rows)
 
     @property
+    def public_inputs(self) -> str:
+        """Name what was made of public data and used here."""
+        inputs = self.content["method"]["public_inputs"]
+        return ", ".join(f"{one['name']} (trained on {one['trained_on']})" for one in inputs)
+
+    @property
     def summary(self) -> str:
         """What the method does, in one line; nothing for a method that this version lacks."""
         try:

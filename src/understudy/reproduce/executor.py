@@ -19,9 +19,10 @@ from understudy import __version__
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
 from understudy.files import make_directory, write_file, write_json
+from understudy.finished import load_result
 from understudy.job import Result, StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence
-from understudy.pipeline import load_data, load_result, synthesize
+from understudy.pipeline import load_data, synthesize
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
