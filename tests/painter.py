@@ -23,6 +23,7 @@ class PainterConfig:
 class Painter:
     config_class: ClassVar[type] = PainterConfig
     summary: ClassVar[str] = "paints"
+    public_inputs = ()
     presets: ClassVar[dict[str, Preset]] = {"only": Preset(lambda *_: {}, "nothing")}
 
     @staticmethod

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from reports import make_run, measure
-from understudy.cli.main import main
-from understudy.errors import InvalidData
-from understudy.privacy.certificate import Certificate, implied_curve
-from understudy.privacy.plan import Plan, PlannedRelease
-from understudy.report.charts import (
+from understudy.charts import (
     Bar,
     Series,
     bar_chart,
@@ -27,6 +23,10 @@ from understudy.report.charts import (
     linear,
     shares,
 )
+from understudy.cli.main import main
+from understudy.errors import InvalidData
+from understudy.privacy.certificate import Certificate, implied_curve
+from understudy.privacy.plan import Plan, PlannedRelease
 from understudy.report.listing import list_runs
 from understudy.report.trade_off import FURTHER_DELTAS, attack_curve, most_true_positives
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -171,6 +172,31 @@ def test_measured_numbers_stand_beside_published_ones():
     assert "<strong>81.5</strong> ± 1.0" in page
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
+
+
+def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):
+    def curve(*means):
+        return [
+            {"epsilon": 5.0 * n + 5, "mean": mean, "std": 0.01, "releases": 10 * n}
+            for n, mean in enumerate(means)
+        ]
+
+    cells = [
+        cell(**run.fields() | {"data": data, "run": run.name}, curve=means, accuracies=[0.9])
+        for run, data, means in zip(
+            tiny_experiment().runs, ("mnist", "digits"), (curve(0.5, 0.8), curve(0.6, 0.9)),
+            strict=True,
+        )
+    ]  # fmt: skip
+    kept = executor.Kept(tiny_experiment(scale="full"), tmp_path)
+    kept.cells = cells
+    names = {file.name for file in kept.write()}
+    assert {"psg-headline-mnist.svg", "psg-headline-digits.svg"} < names
+    drawn = ElementTree.fromstring((tmp_path / "psg-headline-mnist.svg").read_text())
+    lines = drawn.findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 1
+    assert "](psg-headline-mnist.svg)" in (tmp_path / "psg-headline.md").read_text()
+    assert "<polyline" in (tmp_path / "psg-headline.html").read_text()
 
 
 def test_a_small_scale_says_that_it_is_not_comparable():

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from understudy.errors import InvalidData
-from understudy.report.charts import (
+from understudy.charts import (
     Bar,
     Chart,
     Series,
@@ -22,6 +21,7 @@ from understudy.report.charts import (
     shares,
     spread,
 )
+from understudy.errors import InvalidData
 from understudy.report.released import Released, Tile
 from understudy.runs import METRICS_FILE, RunDirectory
 

@@ -16,11 +16,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from understudy import __version__
+from understudy.charts import Chart, Table
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.files import write_file
 from understudy.finished import verify
 from understudy.privacy import certificate as certificates
-from understudy.report.charts import Chart, Table
 from understudy.report.measured import (
     Measured,
     accuracy_chart,

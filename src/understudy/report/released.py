@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from understudy.card import factor, never_less
+from understudy.charts import Chart, Series, Table, decades, line_chart, linear, power
+from understudy.charts import shares as share_axis
 from understudy.errors import UnderstudyError
 from understudy.methods import load_method
 from understudy.privacy.certificate import Certificate, Verification, implied_curve
 from understudy.privacy.plan import PublicFacts
-from understudy.report.charts import Chart, Series, Table, decades, line_chart, linear, power
-from understudy.report.charts import shares as share_axis
 from understudy.report.trade_off import (
     FURTHER_DELTAS,
     SHOWN_RATES,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from understudy import __version__
+from understudy.charts import standalone
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
 from understudy.files import make_directory, write_file, write_json
@@ -122,16 +123,20 @@ class Kept:
         self.write()
 
     def write(self) -> list[Path]:
-        """Write the table in its three forms; return the files."""
+        """Write the table in its three forms, and what can be drawn; return the files."""
         make_directory(self.results)
         order = {run.name: number for number, run in enumerate(self.experiment.runs)}
         cells = sorted(self.cells, key=lambda cell: order[cell["run"]])
         write_json(self._file, {"format": FORMAT, "cells": cells})
-        files = [self._file]
-        for suffix, render in ((".md", tables.markdown), (".html", tables.html)):
-            files.append(self._file.with_suffix(suffix))
-            write_file(files[-1], render(self.experiment, cells).encode())
-        return files
+        contents, pictures = {}, {}
+        for data, chart in tables.figures(cells).items():
+            name = f"{self._file.stem}-{data}.svg"
+            contents[name], pictures[chart.title] = standalone(chart), name
+        contents[f"{self._file.stem}.md"] = tables.markdown(self.experiment, cells, pictures)
+        contents[f"{self._file.stem}.html"] = tables.html(self.experiment, cells)
+        for name, text in contents.items():
+            write_file(self.results / name, text.encode())
+        return [self._file, *(self.results / name for name in contents)]
 
 
 @dataclass(frozen=True)

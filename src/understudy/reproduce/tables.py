@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from understudy.charts import Chart, Series, line_chart, linear, shares, standalone
 from understudy.reproduce.experiment import Experiment
 
 Cell = Mapping[str, Any]
@@ -126,6 +127,31 @@ def curves(cells: Sequence[Cell]) -> Grid:
     return Grid(("run", "model", "epsilon spent", "releases", "accuracy, %"), rows)
 
 
+def figures(cells: Sequence[Cell]) -> dict[str, Chart]:
+    """Draw accuracy against the epsilon spent, one chart for each data set, by its name."""
+    charts = {}
+    for data in dict.fromkeys(cell["data"] for cell in cells if cell.get("curve")):
+        found = [cell for cell in cells if cell["data"] == data and cell.get("curve")]
+        series = [
+            Series(
+                f"{cell['method']} {cell['preset']}, seed {cell['seed']}",
+                [(point["epsilon"], point["mean"]) for point in cell["curve"]],
+                [point["std"] for point in cell["curve"]],
+                style=number,
+            )
+            for number, cell in enumerate(found)
+        ]
+        points = [point for one in series for point in one.points]
+        charts[data] = line_chart(
+            f"{_word(data)}: accuracy against the epsilon spent",
+            "One line for each run; bars are standard deviations over evaluation networks.",
+            series,
+            x=linear("epsilon spent", 0, max(x for x, _ in points)),
+            y=shares("test accuracy"),
+        )
+    return charts
+
+
 def _sections(experiment: Experiment, cells: Sequence[Cell]) -> list[tuple[str, Grid]]:
     sections = [("Test accuracy, %", accuracies(experiment, cells))]
     if any("curve" in cell for cell in cells):
@@ -145,11 +171,15 @@ def _notes(experiment: Experiment) -> list[str]:
     return [NOT_COMPARABLE, *notes] if experiment.scale == "smoke" else notes
 
 
-def markdown(experiment: Experiment, cells: Sequence[Cell]) -> str:
-    """Write the table as Markdown."""
+def markdown(
+    experiment: Experiment, cells: Sequence[Cell], pictures: Mapping[str, str] | None = None
+) -> str:
+    """Write the table as Markdown, with pictures: their titles and files."""
     lines = [f"# {experiment.title}", ""]
     for note in _notes(experiment):
         lines += [note, ""]
+    for title, file in (pictures or {}).items():
+        lines += [f"![{title}]({file})", ""]
     for heading, grid in _sections(experiment, cells):
         lines += [f"## {heading}", "", "| " + " | ".join(grid.columns) + " |"]
         lines += ["|" + "---|" * len(grid.columns)]
@@ -178,6 +208,7 @@ th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px s
 def html(experiment: Experiment, cells: Sequence[Cell]) -> str:
     """Write the table as a page that stands alone."""
     parts = [f"<p>{escaping.escape(note)}</p>" for note in _notes(experiment)]
+    parts += [f"<figure>{standalone(chart)}</figure>" for chart in figures(cells).values()]
     for heading, grid in _sections(experiment, cells):
         head = "".join(f'<th scope="col">{escaping.escape(name)}</th>' for name in grid.columns)
         body = "".join(

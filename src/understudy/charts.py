@@ -2,7 +2,8 @@
 
 Drawn for a width of 400 units, so that text stays readable on a phone. Nothing depends on colour:
 series have a marker, a dash pattern and a name beside them; bars carry their numbers; real records
-are hatched. Colours are classes of `templates/style.css`, so both themes share one drawing.
+are hatched. Colours are classes of the report's `style.css`, so both themes share one drawing;
+`standalone` makes a file of a line chart, with its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,27 @@ LABEL_OFFSETS: dict[Side, tuple[float, float]] = {
 }  # fmt: skip
 LETTERS_IN_LABEL = 38
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+STANDALONE_STYLE = """
+svg { --paper: #fdfdfb; --ink: #1c1d1f; --quiet: #55585e; --rule: #d9d9d2; background: var(--paper);
+  --series0: #0b5563; --series1: #a3401f; --series2: #5a3d8a; --series3: #55585e }
+@media (prefers-color-scheme: dark) { svg { --paper: #16181a; --ink: #ececea; --quiet: #a9adb3;
+  --rule: #3a3e43; --series0: #7fc8d6; --series1: #f0a585; --series2: #c3aef0;
+  --series3: #a9adb3 } }
+text { font: 12.5px system-ui, sans-serif; fill: var(--ink) }
+.tick { fill: var(--quiet); font-size: 12px }
+.label { font-weight: 650; paint-order: stroke; stroke: var(--paper); stroke-width: 4px }
+.grid { stroke: var(--rule) } .axis { stroke: var(--quiet) } .error { stroke: var(--ink) }
+.series polyline { fill: none; stroke-width: 2.25 } .marker { stroke: var(--paper) }
+.style0 polyline { stroke: var(--series0) } .style0 .marker { fill: var(--series0) }
+.style1 polyline { stroke: var(--series1); stroke-dasharray: 8 4 }
+.style1 .marker { fill: var(--series1) }
+.style2 polyline { stroke: var(--series2); stroke-dasharray: 2 4 }
+.style2 .marker { fill: var(--series2) }
+.style3 polyline { stroke: var(--series3); stroke-dasharray: 10 4 2 4 }
+.style3 .marker { fill: var(--series3) }
+"""
 
 
 @dataclass(frozen=True)
@@ -320,6 +342,13 @@ def _number(value: float) -> str:
 
 def _text(text: str, x: float, y: float, *, anchor: str = "start", class_: str = "text") -> Markup:
     return _tag("text", text, x=x, y=y, text_anchor=anchor, class_=class_)
+
+
+def standalone(chart: Chart) -> str:
+    """Return a line chart as an SVG file, which any page or Markdown can show."""
+    style = Markup("<style>{}</style>").format(Markup(STANDALONE_STYLE))
+    start = '<svg xmlns="http://www.w3.org/2000/svg" '
+    return str(chart.svg).replace("<svg ", start, 1).replace("<title>", f"{style}<title>", 1) + "\n"
 
 
 def _svg(
