@@ -197,6 +197,7 @@ PAGE = """<!doctype html>
 body {{ max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
 .scroll {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+figure {{ margin: 1rem 0 }}
 th, td {{ text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #8886 }}
 </style></head>
 <body><main><h1>{title}</h1>
