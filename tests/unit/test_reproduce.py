@@ -199,6 +199,24 @@ def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):
     assert "<polyline" in (tmp_path / "psg-headline.html").read_text()
 
 
+def test_distances_stand_as_they_are():
+    experiment = load_experiment("dp-mepf-cifar10")
+    run = experiment.runs[0].fields()
+    cells = [
+        cell(**run | {"model": "resnet9"}, accuracies=[0.3]),
+        cell(**run | {"model": "fid"}, distances=[41.25]),
+    ]
+    (line,) = [row for row in tables.accuracies(experiment, cells).rows if "**30.0**" in row[-1]]
+    assert line[-2:] == ["**41.2**", "**30.0** (published 29.4)"]
+    assert "Fréchet inception distance" in tables.markdown(experiment, cells)
+
+
+def test_a_set_that_is_not_there_is_asked_for(tmp_path):
+    place = Place(work=tmp_path / "w", results=tmp_path / "r", data_dir=str(tmp_path))
+    with pytest.raises(InvalidData, match="utkface-32.*--data-dir"):
+        reproduce(load_experiment("dp-mepf-faces"), place)
+
+
 def test_a_small_scale_says_that_it_is_not_comparable():
     experiment = tiny_experiment()
     assert "not comparable" in tables.markdown(experiment, [])

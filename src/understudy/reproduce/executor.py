@@ -22,12 +22,12 @@ from understudy.errors import Interrupted, InvalidData
 from understudy.files import make_directory, write_file, write_json
 from understudy.finished import load_result
 from understudy.job import Result, StopRequest, stop_signals
-from understudy.measures import evaluate, measure_convergence
+from understudy.measures import evaluate, measure_convergence, measure_quality
 from understudy.pipeline import load_data, synthesize
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
-from understudy.reproduce.experiment import Experiment, PlannedRun
+from understudy.reproduce.experiment import FID, Experiment, PlannedRun
 from understudy.runs import RunDirectory, partial
 
 FORMAT = 1
@@ -150,7 +150,7 @@ class _Executor:
     def complete(self, run: PlannedRun) -> None:
         """Compute the numbers of `run` that are missing."""
         self.report.say(run.name)
-        data = load_data(run.data, progress=self.report, data_dir=self.place.data_dir)
+        data = self._data(run)
         result, cost = self._made(run, data)
         certificate = result.certificate
         about = {
@@ -169,6 +169,18 @@ class _Executor:
                 return
             if self.kept.lacks_model(run, model):
                 self.kept.add(about | self._measured(result, data, model))
+
+    def _data(self, run: PlannedRun) -> LabelledImages:
+        """Read a known set, or another one from the folder of data sets."""
+        folder, source = self.place.data_dir, run.data
+        if run.reading:  # not a known set
+            if folder is None or not (Path(folder) / source).exists():
+                raise InvalidData(
+                    f"{run.name} needs the data set '{source}'; pass --data-dir with the folder "
+                    "that it is in"
+                )
+            source = str(Path(folder) / source)
+        return load_data(source, progress=self.report, data_dir=folder, **dict(run.reading))
 
     def _made(self, run: PlannedRun, data: LabelledImages) -> tuple[Result, dict[str, Any]]:
         """Return the run's result, made now or before, and what making it took."""
@@ -195,16 +207,23 @@ class _Executor:
     def _measured(self, result: Result, data: LabelledImages, model: str) -> dict[str, Any]:
         """Train `model` on the set, and on what was kept on the way if the experiment says so."""
         measure, started = self.experiment.measure, time.perf_counter()
-        asked: dict[str, Any] = {
-            "test": data,
+        where: dict[str, Any] = {
             "ledger": self._ledger,
+            "device": self.place.device,
+            "compile": self.place.compile,
+            "progress": self.report,
+        }
+        if model == FID:
+            quality = measure_quality(result.directory, reference="training", **where)
+            seconds = round(time.perf_counter() - started, 1)
+            distances = [quality.frechet_distance]
+            return {"model": FID, "distances": distances, "evaluation_seconds": seconds}
+        asked: dict[str, Any] = where | {
+            "test": data,
             "protocol": measure.protocol,
             "models": [model],
             "seeds": measure.seeds,
             **measure.options,
-            "device": self.place.device,
-            "compile": self.place.compile,
-            "progress": self.report,
         }
         (found,) = evaluate(result.directory, **asked)
         cell: dict[str, Any] = {"model": model, "accuracies": found.accuracies}

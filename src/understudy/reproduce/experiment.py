@@ -21,6 +21,7 @@ from understudy.data.catalogue import suggestion
 from understudy.errors import InvalidSettings
 
 Scale = Literal["full", "smoke"]
+FID = "fid"
 OF_RUN = (
     "method",
     "data",
@@ -49,6 +50,8 @@ class PlannedRun:
     variant: str = ""
     """What is special about its settings, in words."""
     settings: tuple[tuple[str, Any], ...] = ()
+    reading: tuple[tuple[str, Any], ...] = ()
+    """How a set that is not a known one is read, such as which of its labels."""
 
     @property
     def name(self) -> str:
@@ -75,6 +78,7 @@ class Measure:
 
     protocol: str = "psg"
     models: tuple[str, ...] = ("convnet",)
+    """What is trained on the set; `fid` is the distance of its images from the training records."""
     seeds: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     convergence: bool = False
@@ -106,7 +110,7 @@ class Experiment:
     scale: Scale
 
     def published_for(self, cell: Mapping[str, Any]) -> float | None:
-        """Return the published accuracy, in %, of the cell with these fields."""
+        """Return what was published for the cell with these fields: accuracy in %, or distance."""
         for entry in self.published:
             if all(cell.get(key) == value for key, value in entry.items() if key != "accuracy"):
                 return float(entry["accuracy"])
@@ -154,12 +158,13 @@ def _without_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expanded(group: Mapping[str, Any], forced: Mapping[str, Any]) -> Iterator[PlannedRun]:
     """Yield a run for each combination of the listed values."""
-    fields = {key: value for key, value in group.items() if key != "settings"}
+    fields = {key: value for key, value in group.items() if key not in ("settings", "reading")}
+    reading = tuple(sorted(group.get("reading", {}).items()))
     unknown = set(fields) - set(OF_RUN)
     if unknown:
         raise InvalidSettings(
             f"an experiment has runs with {', '.join(sorted(unknown))}, expected "
-            f"{', '.join(OF_RUN)} or settings"
+            f"{', '.join(OF_RUN)}, settings or reading"
         )
     settings = {**group.get("settings", {}), **forced}
     axes = {**fields, **{f"settings.{key}": value for key, value in settings.items()}}
@@ -169,4 +174,4 @@ def _expanded(group: Mapping[str, Any], forced: Mapping[str, Any]) -> Iterator[P
         own = {key: value for key, value in values.items() if not key.startswith("settings.")}
         given = {key.partition(".")[2]: values[key] for key in values if key not in own}
         own["epsilon"] = float(own["epsilon"])
-        yield PlannedRun(**own, settings=tuple(sorted(given.items())))
+        yield PlannedRun(**own, settings=tuple(sorted(given.items())), reading=reading)

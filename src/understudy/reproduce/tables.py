@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from understudy.charts import Chart, Series, line_chart, linear, shares, standalone
-from understudy.reproduce.experiment import Experiment
+from understudy.reproduce.experiment import FID, Experiment
 
 Cell = Mapping[str, Any]
 Lines = dict[tuple[Any, ...], dict[Any, list[Cell]]]
@@ -71,15 +71,21 @@ def _mean(columns: Sequence[Sequence[Cell]]) -> list[Cell]:
 def _shown(experiment: Experiment, cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells with what was published for each, and published numbers without a cell."""
     shown: list[Cell] = [
-        {**cell, "published": experiment.published_for(cell), "measured": 100 * mean}
+        {**cell, "published": experiment.published_for(cell), "measured": fmean(_values(cell))}
         for cell in cells
-        for mean in [fmean(cell["accuracies"])]
     ]
     for entry in experiment.published:
         fields = {key: value for key, value in entry.items() if key != "accuracy"}
         if not any(all(cell.get(k) == v for k, v in fields.items()) for cell in shown):
             shown.append({**fields, "published": entry["accuracy"], "preset": ""})
     return [cell for cell in shown if experiment.table.columns in cell]
+
+
+def _values(cell: Cell) -> list[float]:
+    """Return accuracies in %, or distances."""
+    if "distances" in cell:
+        return list(cell["distances"])
+    return [100 * value for value in cell["accuracies"]]
 
 
 def _text(cells: Sequence[Cell]) -> str:
@@ -98,13 +104,13 @@ def _text(cells: Sequence[Cell]) -> str:
 def provenance(cells: Sequence[Cell]) -> Grid:
     """Say of each number how it came about."""
     columns = (
-        "run", "model", "accuracies, %", "certified epsilon", "releases", "seconds", "peak GiB",
+        "run", "model", "measured", "certified epsilon", "releases", "seconds", "peak GiB",
         "device", "torch", "commit",
     )  # fmt: skip
     rows = [
         (
             cell["run"], cell["model"],
-            " / ".join(f"{100 * value:.1f}" for value in cell["accuracies"]),
+            " / ".join(f"{value:.1f}" for value in _values(cell)),
             f"{cell['certified_epsilon']:.4f}", str(cell["releases"]),
             f"{sum(cell['seconds']):.0f}", str(cell["peak_gib"] or "-"),
             cell["device"], cell["torch"], cell["commit"],
@@ -153,7 +159,9 @@ def figures(cells: Sequence[Cell]) -> dict[str, Chart]:
 
 
 def _sections(experiment: Experiment, cells: Sequence[Cell]) -> list[tuple[str, Grid]]:
-    sections = [("Test accuracy, %", accuracies(experiment, cells))]
+    has_distances = FID in experiment.measure.models
+    heading = "Test accuracy, %" + ("; Fréchet inception distance" if has_distances else "")
+    sections = [(heading, accuracies(experiment, cells))]
     if any("curve" in cell for cell in cells):
         sections.append(("On the way", curves(cells)))
     return [*sections, ("How each number came about", provenance(cells))]
