@@ -12,12 +12,14 @@ import torch
 from scipy import optimize, stats
 
 from door import CPU, a_vault, features_of, open_curator, some_images, without
-from understudy.privacy.plan import Budget
+from understudy.privacy.ensemble import Ensemble
+from understudy.privacy.plan import Budget, PublicFacts
 from understudy.privacy.randomness import SecretRandomness
 from understudy.privacy.records import Records
 from understudy.privacy.releases.class_sums import class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
+from understudy.privacy.releases.votes import votes
 from understudy.privacy.sampling import Access
 from understudy.training.engine import Engine
 
@@ -84,7 +86,32 @@ def ask_histogram(access: Access) -> float:
     return histogram(access)[2].item()
 
 
-ASK = {"gradient": ask_gradient, "class_sums": ask_class_sums, "histogram": ask_histogram}
+SIX = PublicFacts(
+    units=6, class_names=tuple("abc"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,), max_per_unit=1
+)
+
+
+def ask_votes(access: Access) -> float:
+    """The member that holds the canary turns round when it is gone."""
+    made = Ensemble(access.records, SIX, torch.zeros(3), members=3, at_once=2)
+
+    def learn(seen, images, labels, counts, public):
+        is_canary = (images.flatten(1).min(1).values == 1) & counts
+        return seen + is_canary.sum()
+
+    made.learn(learn, torch.arange(2))
+    said = votes(
+        access, made, lambda seen, public: 1e6 * (2 * seen - 1)[None], None, dimension=1, bound=0.5
+    )
+    return said.item()
+
+
+ASK = {
+    "gradient": ask_gradient,
+    "class_sums": ask_class_sums,
+    "histogram": ask_histogram,
+    "votes": ask_votes,
+}
 
 
 def audited(kind: str, noise_multiplier: float) -> float:

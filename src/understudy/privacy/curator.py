@@ -11,14 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from understudy.errors import Interrupted, PlanExhausted, PlanViolation
+from understudy.errors import Interrupted, InvalidSettings, PlanExhausted, PlanViolation
 from understudy.nets.params import Params
 from understudy.privacy.accounting import Calibration, epsilon_of
 from understudy.privacy.blocks import Blocks
 from understudy.privacy.briefing import FollowingBlocks
+from understudy.privacy.ensemble import Ensemble
+from understudy.privacy.ensemble import State as MemberState
 from understudy.privacy.gradients import Loss
 from understudy.privacy.group import Group
 from understudy.privacy.plan import Kind, Plan, PublicFacts, joint_bound
@@ -27,6 +30,7 @@ from understudy.privacy.records import Records
 from understudy.privacy.releases.class_sums import Embedding, class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
+from understudy.privacy.releases.votes import votes
 from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
 from understudy.synthetic import SyntheticSet
@@ -123,6 +127,55 @@ class Curator(Sealed):
             return class_sums(access, embedding)
 
         return embedding.split(self._answer(release, answer), classes)
+
+    def ensemble(self, state: MemberState, *, members: int, at_once: int = 256) -> Ensemble:
+        """Make an ensemble whose members each hold a disjoint shard of the units.
+
+        What members learn is not kept: a run that asked one and was killed cannot be resumed.
+
+        Args:
+            state: what the members start as, public: tensors, nested, with the members in front.
+            members: how many.
+            at_once: how many of them to work on at a time.
+        """
+        if self._group.size > 1:
+            raise InvalidSettings("an ensemble lives in one process; run it without torchrun")
+        if self._blocks.committed:
+            raise InvalidSettings(
+                "this run was cut off, and what its ensemble had learned is gone with the process; "
+                "start a new run (what it released stays charged)"
+            )
+        return Ensemble(self._records, self.facts, state, members=members, at_once=at_once)
+
+    def votes(
+        self,
+        ensemble: Ensemble,
+        ask: Callable[..., Tensor],
+        public: Any = None,
+        own: Any = None,
+        *,
+        dimension: int,
+        bound: float,
+        is_non_negative: bool = False,
+        release: str = "votes",
+    ) -> Tensor:
+        """Return the noisy sum of what all members say (dimension,), float64.
+
+        Args:
+            ensemble: the members.
+            ask: maps a member's state, `public`, and its part of `own` if given, to its vote.
+            public: what is the same for all.
+            own: what is another for each, public too: tensors with the members in front.
+            dimension: number of values in a vote.
+            bound: L2 norm that a vote is scaled to, at most.
+            is_non_negative: whether votes are, which allows less noise.
+            release: its name in the plan.
+        """
+        access = self._open(release, "votes", dimension=dimension, bound=bound)
+        return votes(
+            access, ensemble, ask, public, own,
+            dimension=dimension, bound=bound, is_non_negative=is_non_negative,
+        )  # fmt: skip
 
     def histogram(self, *, release: str = "histogram") -> Tensor:
         """Return the noisy number of records of each class (classes,)."""

@@ -115,15 +115,15 @@ def _rows_by_layer(
     return rows
 
 
-def one_by_one(function: Callable[..., object]) -> Callable[..., object]:
+def one_by_one(function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
     """Apply `function` to each record by itself, so that no record can influence another's row.
 
     A function that needs the batch (batch norm in training mode), or random numbers that would have
     to be secret, is refused.
     """
-    mapped = vmap(function, randomness="error")
+    mapped = vmap(function, in_dims=in_dims, randomness="error")
 
-    def apply(*records: object) -> object:
+    def apply(*records: Any) -> Any:
         try:
             return mapped(*records)
         except (RuntimeError, ValueError) as error:

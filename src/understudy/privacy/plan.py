@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from understudy.errors import InvalidSettings, PlanViolation
 
-Kind = Literal["gradient", "class_sums", "histogram"]
+Kind = Literal["gradient", "class_sums", "histogram", "votes"]
 Accountant = Literal["pld", "renyi"]
 RELATION = "zero-out"
 

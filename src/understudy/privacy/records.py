@@ -168,6 +168,29 @@ class Records(Sealed):
             Tensor, engine.run(step, inputs, *places, resident=(self._images, self._labels))
         )
 
+    def places_of(self, slots: Tensor, per_unit: int) -> tuple[Tensor, Tensor]:
+        """Return where the records of units are, `per_unit` for each, and which of them exist.
+
+        Args:
+            slots: (members, units).
+            per_unit: records of a unit, at most.
+
+        Returns:
+            Places and whether they count, both (members, units * per_unit); where a unit has fewer
+            records, some other place, which does not.
+        """
+        starts, rank = self._starts, torch.arange(per_unit)
+        first, count = starts[slots], starts[slots + 1] - starts[slots]
+        exists = rank < count[..., None]
+        last = max(0, len(self._places) - 1)
+        places = self._places[(first[..., None] + rank).clamp(max=last)]
+        return places.flatten(1), exists.flatten(1)
+
+    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images (..., c, h, w) in [0, 1] and labels at `places`. For an ensemble alone."""
+        there = places.to(self.device)
+        return self._images[there].float() / 255, self._labels[there]
+
     def all_in_the_clear(self) -> tuple[Tensor, Tensor]:
         """Return images (as bytes) and labels. Only `disclosure` may call it."""
         return self._images[self._places], self._labels[self._places]

@@ -1,0 +1,114 @@
+"""An ensemble: many networks behind the door, each fitted to a shard of units of its own.
+
+Members learn from records without noise, so what they know is as private as the records: it is
+sealed, and only the releases `votes` and `sample_gradient` read it. Their proof rests on isolation.
+A unit is in one shard; which one follows from its slot alone, so emptying a slot changes no other
+unit's shard. A member's state is a function of its own shard and of what is public: the functions
+that a method hands over are written for one member, and are applied to all of them under `vmap`,
+where none can see another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from understudy.errors import InvalidSettings
+from understudy.privacy.gradients import one_by_one
+from understudy.privacy.plan import PublicFacts
+from understudy.privacy.records import Records
+from understudy.privacy.sealed import Sealed
+from understudy.seeds import public_generator
+
+State = Any
+"""What a member is: tensors, nested; of an ensemble, with the members in front."""
+Learn = Callable[[State, Tensor, Tensor, Tensor, Any], State]
+"""Map a member's state, its images (b, c, h, w) in [0, 1], their labels (b,), whether they count
+(b,), and what is public, to its next state."""
+
+
+class Ensemble(Sealed):
+    """The members' shards and states. Nothing here leaves but through a release."""
+
+    __slots__ = ("_at_once", "_counts", "_places", "_records", "_state", "members", "shard")
+
+    def __init__(
+        self,
+        records: Records,
+        facts: PublicFacts,
+        state: State,
+        *,
+        members: int,
+        at_once: int,
+    ) -> None:
+        if not 1 <= members <= facts.units:
+            raise InvalidSettings(
+                f"an ensemble of {members} members was asked for, expected 1 to {facts.units}, the "
+                "number of units: each member needs some of its own"
+            )
+        per_unit = 1 if records.one_each else facts.max_per_unit
+        if per_unit is None:
+            raise InvalidSettings(
+                f"a {facts.unit} may have any number of records, but the shards of an ensemble "
+                "have a fixed size; pass --max-per-unit"
+            )
+        wrong = {leaf.shape[:1] for leaf in pytree.tree_leaves(state)} - {(members,)}
+        if wrong:
+            raise InvalidSettings(f"a state of {members} members has tensors with {wrong} in front")
+        self.members, self._at_once = members, at_once
+        self.shard = facts.units // members * per_unit
+        """Places in a shard: a public number. Those of units without a record do not count."""
+        slots = shards(facts.units, members)
+        self._places, self._counts = records.places_of(slots, per_unit)
+        self._records, self._state = records, state
+
+    def learn(self, learn: Learn, positions: Tensor, public: Any = None) -> None:
+        """Let every member learn once from the records at `positions` of its shard: public."""
+        apply = one_by_one(learn, in_dims=(0, 0, 0, 0, None))
+        for chunk in self._chunks():
+            places = self._places[chunk][:, positions]
+            images, labels = self._records.at(places)
+            counts = self._counts[chunk][:, positions].to(images.device)
+            before = _of(self._state, chunk)
+            after = apply(before, images, labels, counts, public)
+            pytree.tree_map(_write, before, after)
+
+    def answers(self, ask: Callable[..., Tensor], public: Any, own: Any = None) -> Iterator[Tensor]:
+        """Yield what members answer, chunk by chunk. Only releases may call it.
+
+        Args:
+            ask: maps a member's state, what is public, and its part of `own`, to its answer.
+            public: the same for all members.
+            own: public too, another for each: tensors with the members in front.
+        """
+        apply = one_by_one(ask, in_dims=(0, None) if own is None else (0, None, 0))
+        for chunk in self._chunks():
+            its_own = () if own is None else (_of(own, chunk),)
+            yield apply(_of(self._state, chunk), public, *its_own)
+
+    def _chunks(self) -> Iterator[slice]:
+        for start in range(0, self.members, self._at_once):
+            yield slice(start, min(self.members, start + self._at_once))
+
+
+def shards(units: int, members: int) -> Tensor:
+    """Return the slots of each member (members, slots): every slot at most once.
+
+    By a fixed permutation, for sources are often sorted; the same for all data sets of one size.
+    """
+    order = torch.randperm(units, generator=public_generator(0, "shards", units))
+    return order[: units // members * members].view(members, -1)
+
+
+def _of(tree: Any, chunk: slice) -> Any:
+    """Return some members' part of what is stacked."""
+    return pytree.tree_map(lambda leaf: leaf[chunk], tree)
+
+
+def _write(before: Tensor, after: Tensor) -> None:
+    """Put a chunk's next state where its last one was: there is no room for two of all."""
+    before.copy_(after)

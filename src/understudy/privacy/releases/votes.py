@@ -1,0 +1,62 @@
+"""Release the noisy sum of what the members of an ensemble say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.errors import PlanViolation
+from understudy.privacy.bounded import clipped_sum, snapped
+from understudy.privacy.ensemble import Ensemble
+from understudy.privacy.sampling import Access
+
+
+def votes(
+    access: Access,
+    ensemble: Ensemble,
+    ask: Callable[..., Tensor],
+    public: Any,
+    own: Any = None,
+    *,
+    dimension: int,
+    bound: float,
+    is_non_negative: bool = False,
+) -> Tensor:
+    """Return the noisy sum of all members' votes (dimension,).
+
+    Privacy:
+        Reads: the state of every member, which depends on the records of its own shard.
+        Bound: a member's vote is scaled to an L2 norm of at most `bound` (negatives clamped to zero
+            where non-negativity is declared).
+        Sensitivity: emptying a unit's slot changes the state of one member, whose vote may become
+            any other: 2 * bound, or sqrt(2) * bound where votes are non-negative, for then
+            |u - v|^2 = |u|^2 + |v|^2 - 2 <u, v> <= 2 * bound^2.
+        Dominating pair: N(0, z^2) against N(1, z^2).
+        Charges: one Gaussian. Members are always all asked, so there is no amplification.
+    Edge cases:
+        A vote that is not finite: zero. A zero vote: zero.
+    """
+    if not (bound > 0 and math.isfinite(bound)):
+        raise PlanViolation(f"a vote's bound is {bound:g}, expected a positive finite number")
+    if access.sampling_rate != 1:
+        raise PlanViolation(
+            f"votes are planned at rate {access.sampling_rate:g}, but all members are asked; plan "
+            "them at rate 1"
+        )
+    sensitivity = (math.sqrt(2) if is_non_negative else 2) * bound
+    noise = access.randomness.normal(dimension)
+    total = torch.zeros(dimension, dtype=torch.float64, device=noise.device)
+    with torch.no_grad():
+        for said in ensemble.answers(ask, public, own):
+            rows = said.flatten(1)
+            if rows.shape[1] != dimension:
+                raise PlanViolation(
+                    f"members vote with {rows.shape[1]} coordinates, expected {dimension}"
+                )
+            total += clipped_sum([rows.clamp(min=0) if is_non_negative else rows], bound)
+    noise_std = access.noise_multiplier * sensitivity
+    return snapped(total + noise_std * noise, noise_std)

@@ -1,0 +1,263 @@
+"""Ensembles: disjoint shards, isolated members, and the votes that leave."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from door import a_vault, access_to, open_curator, records_of, some_images, without
+from understudy.errors import InvalidSettings, PlanViolation, PrivateAccess
+from understudy.privacy import ensemble as module
+from understudy.privacy.ensemble import Ensemble, shards
+from understudy.privacy.plan import PublicFacts
+from understudy.privacy.releases.votes import votes
+
+MEMBERS = 4
+UNITS = [0, 0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 11]
+CLASSES = tuple("abc")
+
+
+def facts_of(data, max_per_unit=None):
+    units = int(data.units.max()) + 1
+    return PublicFacts(
+        units=units, class_names=CLASSES, shape=(1, 8, 8), mean=(0.5,), std=(0.5,), unit=data.unit,
+        max_per_unit=max_per_unit,
+    )  # fmt: skip
+
+
+def learn(state, images, labels, counts, public):
+    """A linear network with momentum: enough state for something to leak, if it could."""
+    weight, velocity = state["weight"], state["velocity"]
+    pixels = images.flatten(1)
+    wanted = torch.nn.functional.one_hot(labels, 3).float()
+    slope = ((pixels @ weight - wanted) * counts[:, None]).T @ pixels / len(pixels)
+    velocity = 0.9 * velocity + slope.T
+    return {"weight": weight - public * velocity, "velocity": velocity}
+
+
+def an_ensemble(data, *, members=MEMBERS, max_per_unit=None, steps=3, at_once=3):
+    per_unit = max_per_unit if data.unit != "record" else None
+    records = records_of(data, max_per_unit=per_unit)
+    start = {
+        "weight": torch.linspace(-1, 1, 64 * 3).view(1, 64, 3).repeat(members, 1, 1),
+        "velocity": torch.zeros(members, 64, 3),
+    }
+    made = Ensemble(records, facts_of(data, per_unit), start, members=members, at_once=at_once)
+    for step in range(steps):
+        made.learn(learn, torch.arange(made.shard).roll(step)[:2], torch.tensor(0.01))
+    return made
+
+
+def changed_members(one, other) -> int:
+    differs = torch.zeros(one.members, dtype=torch.bool)
+    for name in ("weight", "velocity"):
+        differs |= (one._state[name] != other._state[name]).flatten(1).any(1)
+    return int(differs.sum())
+
+
+def ask(state, public):
+    return (public @ state["weight"]).flatten()
+
+
+@pytest.mark.parametrize(("units", "members"), [(12, 4), (13, 4), (60_000, 4000), (5, 5), (7, 1)])
+def test_every_slot_is_in_at_most_one_shard(units, members):
+    slots = shards(units, members)
+    assert slots.shape == (members, units // members)
+    assert len(slots.unique()) == slots.numel()
+    assert torch.equal(slots, shards(units, members))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), unit=st.integers(0, 10), groups=st.booleans())
+def test_emptying_a_unit_changes_one_member_at_most(seed, unit, groups):
+    data = some_images(17, units=UNITS if groups else None, seed=seed)
+    options = {"max_per_unit": 2} if groups else {}
+    before, after = (an_ensemble(d, **options) for d in (data, without(data, unit)))
+    assert changed_members(before, after) <= 1
+
+
+def test_emptying_a_unit_that_is_used_changes_its_member():
+    data = some_images(12)
+    before, after = (an_ensemble(d, steps=6) for d in (data, without(data, 5)))
+    assert changed_members(before, after) == 1
+
+
+def test_a_unit_in_two_shards_would_be_found(monkeypatch):
+    """The brute force above can fail."""
+    slots = shards(12, MEMBERS).clone()
+    slots[1, 0] = slots[0, 0]
+    monkeypatch.setattr(module, "shards", lambda units, members: slots)
+    data, unit = some_images(12), int(slots[0, 0])
+    before, after = (an_ensemble(d, steps=6) for d in (data, without(data, unit)))
+    assert changed_members(before, after) == 2
+
+
+def test_state_that_members_share_would_be_found():
+    def shared(data):
+        made = an_ensemble(data, steps=0)
+        made._state["velocity"] = made._state["velocity"][:1].expand(MEMBERS, -1, -1)
+        with pytest.raises(RuntimeError):  # one place for all members cannot be written to
+            made.learn(learn, torch.arange(2), torch.tensor(0.01))
+
+    shared(some_images(12))
+
+
+def test_the_size_of_a_chunk_changes_nothing():
+    one, other = (an_ensemble(some_images(24), at_once=n) for n in (1, 100))
+    assert torch.allclose(one._state["weight"], other._state["weight"], atol=1e-6)
+
+
+def test_members_learn_from_their_own_records_alone():
+    data = some_images(12)
+    made = an_ensemble(data, steps=1)
+    by_hand = torch.linspace(-1, 1, 64 * 3).view(64, 3)
+    slots = shards(12, MEMBERS)[2][:2]
+    images = torch.from_numpy(data.images[slots]).float().flatten(1) / 255
+    wanted = torch.nn.functional.one_hot(torch.from_numpy(data.labels[slots]), 3).float()
+    slope = (images @ by_hand - wanted).T @ images / 2
+    assert torch.allclose(made._state["weight"][2], by_hand - 0.01 * slope.T, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), unit=st.integers(0, 10), positive=st.booleans())
+def test_votes_move_by_at_most_the_sensitivity(seed, unit, positive):
+    """Whatever members say: here they shout, each another thing."""
+    data = some_images(12, seed=seed)
+    public = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
+
+    def shout(state, public):
+        return 1e3 * ask(state, public).sin()
+
+    released = [
+        votes(
+            access_to(d, sampling_rate=1.0), an_ensemble(d, steps=6), shout, public, dimension=15,
+            bound=0.5, is_non_negative=positive,
+        )
+        for d in (data, without(data, unit))
+    ]  # fmt: skip
+    limit = 0.5 * (2**0.5 if positive else 2)
+    assert (released[0] - released[1]).norm() <= limit * (1 + 1e-6)
+
+
+def test_the_sensitivity_is_reached():
+    """A member that turns round when a record is missing: no smaller number would do."""
+    data = some_images(12)
+    slots = shards(12, MEMBERS)
+
+    def turn(state, images, labels, counts, public):
+        return {"sum": state["sum"] + counts.sum()}
+
+    def say(state, public):
+        return torch.where(state["sum"] == 3, 1.0, -1.0)[None] * torch.ones(4)
+
+    released = []
+    for d in (data, without(data, int(slots[1, 0]))):
+        records, start = records_of(d), {"sum": torch.zeros(MEMBERS)}
+        made = Ensemble(records, facts_of(data), start, members=MEMBERS, at_once=2)
+        made.learn(turn, torch.arange(3))
+        access = access_to(d, sampling_rate=1.0)
+        released.append(votes(access, made, say, None, dimension=4, bound=2.0))
+    assert (released[0] - released[1]).norm() == pytest.approx(4.0, rel=1e-6)
+
+
+def test_noise_goes_by_the_sensitivity():
+    data = some_images(12)
+    access = access_to(data, sampling_rate=1.0, noise_multiplier=3.0, noise=1.0)
+    for positive, sensitivity in ((False, 1.0), (True, 0.5 * 2**0.5)):
+        said = votes(
+            access, an_ensemble(data), lambda state, public: torch.zeros(7), None, dimension=7,
+            bound=0.5, is_non_negative=positive,
+        )  # fmt: skip
+        assert torch.allclose(said, torch.full((7,), 3 * sensitivity, dtype=torch.float64))
+
+
+def test_each_member_gets_its_own_part():
+    own = torch.arange(MEMBERS * 2.0).view(MEMBERS, 2)
+    access = access_to(some_images(12), sampling_rate=1.0)
+    said = votes(
+        access, an_ensemble(some_images(12)), lambda state, public, mine: mine, None, own,
+        dimension=2, bound=100.0,
+    )  # fmt: skip
+    assert said.tolist() == pytest.approx(own.sum(0).tolist(), rel=1e-6)
+
+
+def test_votes_that_are_not_finite_count_zero():
+    access = access_to(some_images(12), sampling_rate=1.0)
+    said = votes(
+        access, an_ensemble(some_images(12)), lambda state, public: torch.full((2,), torch.nan),
+        None, dimension=2, bound=1.0,
+    )  # fmt: skip
+    assert said.tolist() == [0, 0]
+
+
+def test_random_numbers_of_a_member_are_refused():
+    def random(state, images, labels, counts, public):
+        return {name: leaf + torch.randn_like(leaf) for name, leaf in state.items()}
+
+    with pytest.raises(PlanViolation):
+        an_ensemble(some_images(12), steps=0).learn(random, torch.arange(2))
+
+
+def test_an_ensemble_gives_nothing_away():
+    made = an_ensemble(some_images(12))
+    assert "sealed" in repr(made)
+    for look in (pickle.dumps, len, list, lambda e: e[0], np.asarray):
+        with pytest.raises(PrivateAccess):
+            look(made)
+
+
+@pytest.mark.parametrize("members", [0, 13])
+def test_ensembles_of_a_senseless_size_are_refused(members):
+    with pytest.raises(InvalidSettings, match="members"):
+        an_ensemble(some_images(12), members=members)
+
+
+def test_units_of_any_size_are_refused():
+    with pytest.raises(InvalidSettings, match="--max-per-unit"):
+        an_ensemble(some_images(17, units=UNITS))
+
+
+def test_a_state_for_another_number_of_members_is_refused():
+    data = some_images(12)
+    with pytest.raises(InvalidSettings, match="in front"):
+        Ensemble(records_of(data), facts_of(data), torch.zeros(3), members=4, at_once=1)
+
+
+def test_a_vote_is_held_to_the_plan(ledger, tmp_path):
+    vault = a_vault(ledger, some_images(12))
+    curator = open_curator(ledger, tmp_path, vault=vault, kind="votes", count=2, dimension=3)
+    made = curator.ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+    with pytest.raises(PlanViolation, match="3 coordinates"):
+        curator.votes(made, lambda state, public: state, dimension=4, bound=1.0)
+    with pytest.raises(PlanViolation, match="vote with 3"):
+        curator.votes(made, lambda state, public: state, dimension=2, bound=1.0)
+    said = curator.votes(made, lambda state, public: state, dimension=3, bound=1.0)
+    assert said.shape == (3,)
+    assert said.abs().max() > 0  # noise
+
+
+def test_members_are_never_sampled_without_saying_so(ledger, tmp_path):
+    curator = open_curator(ledger, tmp_path, kind="votes", sampling_rate=0.5)
+    made = curator.ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+    with pytest.raises(PlanViolation, match="rate 1"):
+        curator.votes(made, lambda state, public: state, dimension=3, bound=1.0)
+
+
+def test_a_run_that_was_cut_off_does_not_go_on_with_an_ignorant_ensemble(ledger, tmp_path):
+    vault = a_vault(ledger, some_images(12))
+
+    def opened():
+        return open_curator(ledger, tmp_path, vault=vault, kind="votes", run_id="v", dimension=3)
+
+    curator = opened()
+    made = curator.ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+    curator.votes(made, lambda state, public: state, dimension=3, bound=1.0)
+    curator.checkpoint(1, {})
+    curator.made()
+    with pytest.raises(InvalidSettings, match="start a new run"):
+        opened().ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
