@@ -81,6 +81,27 @@ def test_emptying_a_unit_changes_one_member_at_most(seed, unit, groups):
     assert changed_members(before, after) <= 1
 
 
+def test_a_place_without_a_record_shows_nothing_of_anybody_else():
+    """Emptied slots point somewhere; a careless method that takes them for records learns zeros."""
+
+    def careless(state, images, labels, exist, public):
+        return {"seen": state["seen"] + images.sum() + labels.sum()}
+
+    def seen(data):
+        start = {"seen": torch.zeros(MEMBERS)}
+        made = Ensemble(records_of(data), facts_of(some_images(12)), start, members=4, at_once=2)
+        made.learn(careless, torch.arange(3))
+        return made._state["seen"]
+
+    data = some_images(12)
+    slots = shards(12, MEMBERS)
+    first, second = int(slots[0, 0]), int(slots[1, 0])
+    gone = without(data, first)
+    changed = seen(gone) != seen(without(gone, second))
+    assert changed.tolist() == [False, True, False, False]
+    assert seen(gone)[0] < seen(data)[0]
+
+
 def test_emptying_a_unit_that_is_used_changes_its_member():
     data = some_images(12)
     before, after = (an_ensemble(d, steps=6) for d in (data, without(data, 5)))

@@ -27,8 +27,8 @@ from understudy.seeds import public_generator
 State = Any
 """What a member is: tensors, nested; of an ensemble, with the members in front."""
 Learn = Callable[[State, Tensor, Tensor, Tensor, Any], State]
-"""Map a member's state, its images (b, c, h, w) in [0, 1], their labels (b,), whether they count
-(b,), and what is public, to its next state."""
+"""Map a member's state, its images (b, c, h, w) in [0, 1], their labels (b,), whether they exist
+(b,), and what is public, to its next state. A record that does not exist is black, of class 0."""
 
 
 class Ensemble(Sealed):
@@ -70,9 +70,8 @@ class Ensemble(Sealed):
         """Let every member learn once from the records at `positions` of its shard: public."""
         apply = one_by_one(learn, in_dims=(0, 0, 0, 0, None))
         for chunk in self._chunks():
-            places = self._places[chunk][:, positions]
-            images, labels = self._records.at(places)
-            counts = self._counts[chunk][:, positions].to(images.device)
+            places, counts = (part[chunk][:, positions] for part in (self._places, self._counts))
+            images, labels, counts = self._records.at(places, counts)
             before = _of(self._state, chunk)
             after = apply(before, images, labels, counts, public)
             pytree.tree_map(_write, before, after)

@@ -186,10 +186,14 @@ class Records(Sealed):
         places = self._places[(first[..., None] + rank).clamp(max=last)]
         return places.flatten(1), exists.flatten(1)
 
-    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (..., c, h, w) in [0, 1] and labels at `places`. For an ensemble alone."""
-        there = places.to(self.device)
-        return self._images[there].float() / 255, self._labels[there]
+    def at(self, places: Tensor, exist: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images (..., c, h, w) in [0, 1], labels, and whether they exist, at `places`.
+
+        Where they do not, zeros: what lies there is another unit's. For an ensemble alone.
+        """
+        there, exist = places.to(self.device), exist.to(self.device)
+        images = torch.where(exist[..., None, None, None], self._images[there], 0).float() / 255
+        return images, torch.where(exist, self._labels[there], 0), exist
 
     def all_in_the_clear(self) -> tuple[Tensor, Tensor]:
         """Return images (as bytes) and labels. Only `disclosure` may call it."""
