@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import DistanceStep, GeneratorFit, Schedule, class_means, shares_of
+from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.generators import ConvGenerator, DenseGenerator, GeneratorNetwork
 from understudy.nets.params import Params
 from understudy.privacy.curator import Curator
-from understudy.privacy.plan import Block, Plan, PublicFacts, one_embedding
+from understudy.privacy.plan import Block, PublicFacts
 from understudy.privacy.releases.class_sums import Embedding
 from understudy.progress import Progress
-from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 
@@ -151,9 +150,10 @@ class Hermite:
         return distance
 
 
-class DPHP:
+class DPHP(MeanEmbedding):
     """A generator whose images have the private data's mean Hermite features."""
 
+    config: DPHPConfig
     config_class: ClassVar[type] = DPHPConfig
     summary: ClassVar[str] = "a generator fitted to noisy means of Hermite features"
     presets: ClassVar[dict[str, Preset]] = {
@@ -162,22 +162,16 @@ class DPHP:
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
 
-    public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
-
-    @staticmethod
-    def default_preset(facts: PublicFacts) -> str:
-        """Choose `small` for few units."""
-        return "small" if facts.units < 10_000 else "paper"
-
     def __init__(self, config: DPHPConfig, facts: PublicFacts, *, seed: int) -> None:
-        self.config, self.facts, self.seed = config, facts, seed
+        super().__init__(config, facts, seed=seed)
         self.pixels = math.prod(facts.shape)
         self.embedding = Hermite(
             config.scale, config.sum_order, config.product_order, config.sum_weight
         )
 
     @property
-    def _blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[Block, ...]:
+        """Single pixels, pairs, and counts if they are asked for."""
         config, (single, product) = self.config, self.embedding.norms
         blocks = [
             Block(name="single", dimension=self.pixels * (config.sum_order + 1), bound=single)
@@ -190,13 +184,9 @@ class DPHP:
             blocks.append(Block(name="counts", dimension=1, ratio=config.count_ratio))
         return tuple(blocks)
 
-    def plan(self) -> Plan:
-        """One release of all blocks."""
-        return one_embedding(self._blocks, self.facts)
-
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
         """Release both embeddings, train the generator, draw the set."""
-        config, facts, blocks = self.config, self.facts, self._blocks
+        config, facts, blocks = self.config, self.facts, self.blocks
         pairs = self._pairs().to(curator.engine.device)
 
         def embed(image: Tensor) -> list[Tensor]:
@@ -207,15 +197,7 @@ class DPHP:
 
         sums = curator.class_sums(Embedding(embed, blocks))
         counts = sums.pop("counts", None)
-        fit = GeneratorFit(
-            step=DistanceStep(self._network(), self.embedding),
-            schedule=Schedule(
-                steps=config.steps, batch=config.batch, lr=config.lr, decay=config.decay
-            ),
-            facts=facts,
-            seed=self.seed,
-            shares=None if counts is None else shares_of(counts),
-        )
+        fit = self.fit(DistanceStep(self._network(), self.embedding), counts=counts)
         known = {name: total / facts.units for name, total in sums.items()} | {"pairs": pairs}
         params = fit.run(known, curator, progress)
         return fit.drawn(params, config.images_per_class)

@@ -21,24 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import (
-    GeneratorFit,
-    Known,
-    Schedule,
-    Selection,
-    State,
-    class_means,
-    shares_of,
-)
+from understudy.methods.fitting import Known, MeanEmbedding, Selection, State, class_means
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.encoders import Encoder
 from understudy.nets.generators import ConvGenerator, GeneratorNetwork, ResnetGenerator
 from understudy.nets.params import Params, moved
 from understudy.privacy.curator import Curator
-from understudy.privacy.plan import Block, Plan, PublicFacts, one_embedding
+from understudy.privacy.plan import Block, PublicFacts
 from understudy.privacy.releases.class_sums import Embedding
 from understudy.progress import Progress
-from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 from understudy.training.adam import Adam
@@ -73,11 +64,12 @@ class DPMEPFConfig:
     steps: int = setting(20_000, "Steps of the generator.")
     batch: int = setting(100, "Images generated per step.")
     lr: float = setting(1e-3, "Learning rate of the generator.")
+    decay: float = setting(1.0, "What the learning rate is multiplied by after each fifth.")
     rate: float = setting(0.01, "What one batch counts in the moving average of differences.")
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "images_per_class", "code", "hidden", "steps", "batch")
-        check_positive(self, "look_ratio", "lr")
+        check_positive(self, "look_ratio", "lr", "decay")
         if not 0 < self.rate <= 1:
             raise InvalidSettings(f"rate is {self.rate:g}, expected above 0 and at most 1")
         if self.moments not in (1, 2):
@@ -179,24 +171,16 @@ def by_class(features: Tensor, labels: Tensor, classes: int) -> Tensor:
     return classes * class_means(features, labels, classes)
 
 
-class DPMEPF:
+class DPMEPF(MeanEmbedding):
     """A generator whose images look to a public network, in the mean, as the private ones do."""
 
+    config: DPMEPFConfig
     config_class: ClassVar[type] = DPMEPFConfig
     summary: ClassVar[str] = "a generator fitted to noisy mean activations of a public network"
     presets: ClassVar[dict[str, Preset]] = {
         "paper": Preset(_paper, "the paper's description; schedule shortened"),
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
-
-    @staticmethod
-    def default_preset(facts: PublicFacts) -> str:
-        """Choose `small` for few units."""
-        return "small" if facts.units < 10_000 else "paper"
-
-    def __init__(self, config: DPMEPFConfig, facts: PublicFacts, *, seed: int) -> None:
-        self.config, self.facts, self.seed = config, facts, seed
-        self.public_inputs: list[PublicInput] = []
 
     @cached_property
     def _perception(self) -> Perception:
@@ -205,7 +189,8 @@ class DPMEPF:
         return Perception(encoder, config.moments)
 
     @property
-    def _blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[Block, ...]:
+        """Moments, what is looked at, and counts, as far as they are asked for."""
         config, perception = self.config, self._perception
         dimension = perception.encoder.dimension
         blocks = [
@@ -225,10 +210,6 @@ class DPMEPF:
             blocks.append(Block(name="counts", dimension=1, ratio=config.count_ratio))
         return tuple(blocks)
 
-    def plan(self) -> Plan:
-        """One release of all blocks."""
-        return one_embedding(self._blocks, self.facts)
-
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
         """Release the embedding, train the generator, keep the best, draw the set."""
         config, facts, device = self.config, self.facts, curator.engine.device
@@ -239,12 +220,9 @@ class DPMEPF:
         targets = {name: total.view(rows, -1) * rows / facts.units for name, total in sums.items()}
         known: Known = {"weights": weights, **targets}
         network = self._network()
-        fit = GeneratorFit(
-            step=MovingAverageStep(network, perception, self._classes, config.rate),
-            schedule=Schedule(steps=config.steps, batch=config.batch, lr=config.lr),
-            facts=facts,
-            seed=self.seed,
-            shares=None if counts is None else shares_of(counts),
+        fit = self.fit(
+            MovingAverageStep(network, perception, self._classes, config.rate),
+            counts=counts,
             selection=self._selection(network, perception, known),
         )
         params = fit.run(known, curator, progress)
@@ -266,7 +244,7 @@ class DPMEPF:
         return perception, moved(weights, device)
 
     def _embedding(self, perception: Perception, weights: Params) -> Embedding:
-        names = [block.name for block in self._blocks]
+        names = [block.name for block in self.blocks]
 
         def embed(image: Tensor) -> list[Tensor]:
             found = perception.features(weights, image[None])
@@ -274,7 +252,7 @@ class DPMEPF:
             found["counts"] = torch.ones(1, 1, device=image.device)
             return [found[name][0] for name in names]
 
-        return Embedding(embed, self._blocks)
+        return Embedding(embed, self.blocks)
 
     def _selection(
         self, network: GeneratorNetwork, perception: Perception, known: Known

@@ -17,21 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from understudy.methods.fitting import (
-    DistanceStep,
-    GeneratorFit,
-    Schedule,
-    class_means,
-    shares_of,
-)
+from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.generators import ConvGenerator
 from understudy.nets.params import Params
 from understudy.privacy.curator import Curator
-from understudy.privacy.plan import Block, Plan, PublicFacts, one_embedding
+from understudy.privacy.plan import Block, PublicFacts
 from understudy.privacy.releases.class_sums import Embedding
 from understudy.progress import Progress
-from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 
@@ -87,9 +80,10 @@ def embedding_distance(images: Tensor, labels: Tensor, known: Params) -> Tensor:
     return (class_means(features, labels, len(target)) - target).square().sum()
 
 
-class DPMERF:
+class DPMERF(MeanEmbedding):
     """A generator whose images have the private data's mean random features."""
 
+    config: DPMERFConfig
     config_class: ClassVar[type] = DPMERFConfig
     summary: ClassVar[str] = "a generator fitted to the noisy mean of random Fourier features"
     presets: ClassVar[dict[str, Preset]] = {
@@ -98,18 +92,9 @@ class DPMERF:
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
 
-    public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
-
-    @staticmethod
-    def default_preset(facts: PublicFacts) -> str:
-        """Choose `small` for few units."""
-        return "small" if facts.units < 10_000 else "paper"
-
-    def __init__(self, config: DPMERFConfig, facts: PublicFacts, *, seed: int) -> None:
-        self.config, self.facts, self.seed = config, facts, seed
-
     @property
-    def _blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[Block, ...]:
+        """Features, and counts if they are asked for."""
         features = Block(name="features", dimension=2 * self._frequency_count)
         if not self.config.count_ratio:
             return (features,)
@@ -118,10 +103,6 @@ class DPMERF:
     @property
     def _frequency_count(self) -> int:
         return max(1, self.config.features // 2)
-
-    def plan(self) -> Plan:
-        """One release of all blocks."""
-        return one_embedding(self._blocks, self.facts)
 
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
         """Release the embedding, train the generator, draw the set."""
@@ -132,21 +113,11 @@ class DPMERF:
 
         def embed(image: Tensor) -> list[Tensor]:
             features = random_features(image[None], frequencies)[0]
-            return [features, torch.ones(1, device=image.device)][: len(self._blocks)]
+            return [features, torch.ones(1, device=image.device)][: len(self.blocks)]
 
-        sums = curator.class_sums(Embedding(embed, self._blocks))
-        fit = GeneratorFit(
-            step=DistanceStep(
-                ConvGenerator(facts.shape, facts.classes, code=config.code, hidden=config.hidden),
-                embedding_distance,
-            ),
-            schedule=Schedule(
-                steps=config.steps, batch=config.batch, lr=config.lr, decay=config.decay
-            ),
-            facts=facts,
-            seed=self.seed,
-            shares=shares_of(sums["counts"]) if "counts" in sums else None,
-        )
+        sums = curator.class_sums(Embedding(embed, self.blocks))
+        network = ConvGenerator(facts.shape, facts.classes, code=config.code, hidden=config.hidden)
+        fit = self.fit(DistanceStep(network, embedding_distance), counts=sums.get("counts"))
         known = {"frequencies": frequencies, "target": sums["features"] / facts.units}
         params = fit.run(known, curator, progress)
         return fit.drawn(params, config.images_per_class)

@@ -5,7 +5,8 @@ The private data are asked once, before the first step. All that happens here is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -17,8 +18,9 @@ from understudy.nets.generators import GeneratorNetwork
 from understudy.nets.params import Params, moved
 from understudy.nets.released import Generator, divided
 from understudy.privacy.curator import Curator
-from understudy.privacy.plan import PublicFacts
+from understudy.privacy.plan import Block, Plan, PublicFacts, one_embedding
 from understudy.progress import Progress
+from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 from understudy.training.adam import Adam
@@ -30,6 +32,8 @@ Known = Mapping[str, Any]
 Distance = Callable[[Tensor, Tensor, Any], Tensor]
 """Map generated images, their labels, and what is known, to a loss."""
 ADAM = Adam()
+FEW_UNITS = 10_000
+"""Below this many the settings of papers make no sense."""
 DRAWN_AHEAD = 100
 """Steps whose codes are drawn at once."""
 SMALLEST_SHARE = 1e-3
@@ -183,6 +187,45 @@ class GeneratorFit:
         released = Generator(network, params, statistics, self.shares)
         images, labels = released.sample(images_per_class * facts.classes, seed=self.seed)
         return SyntheticSet(images, labels, facts.class_names, generator=released)
+
+
+class MeanEmbedding(ABC):
+    """A method that releases one embedding of the records, and fits a generator to it."""
+
+    public_inputs: Sequence[PublicInput] = ()
+
+    @staticmethod
+    def default_preset(facts: PublicFacts) -> str:
+        """Choose `small` for few units."""
+        return "small" if facts.units < FEW_UNITS else "paper"
+
+    def __init__(self, config: Any, facts: PublicFacts, *, seed: int) -> None:
+        self.config, self.facts, self.seed = config, facts, seed
+
+    @property
+    @abstractmethod
+    def blocks(self) -> tuple[Block, ...]:
+        """Of the embedding."""
+
+    def plan(self) -> Plan:
+        """One release of all blocks."""
+        return one_embedding(self.blocks, self.facts)
+
+    def fit(
+        self, step: Step, *, counts: Tensor | None, selection: Selection | None = None
+    ) -> GeneratorFit:
+        """Return how the generator is fitted; `counts` are noisy numbers of records by class."""
+        config = self.config
+        return GeneratorFit(
+            step=step,
+            schedule=Schedule(
+                steps=config.steps, batch=config.batch, lr=config.lr, decay=config.decay
+            ),
+            facts=self.facts,
+            seed=self.seed,
+            shares=None if counts is None else shares_of(counts),
+            selection=selection,
+        )
 
 
 def copied(params: Params) -> Params:
