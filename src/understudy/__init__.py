@@ -2,7 +2,7 @@
 
 >>> import understudy
 >>> sorted(understudy.METHODS)
-['psg']
+['dp-hp', 'dp-mepf', 'dp-merf', 'psg']
 """
 
 from __future__ import annotations
