@@ -30,6 +30,7 @@ from understudy.synthetic import IMAGES_ARE, SyntheticSet
 
 Format = Literal["png", "npz", "safetensors", "parquet", "idx"]
 Files = Iterator[tuple[str, bytes]]
+UNLABELLED = "unlabelled"
 EXPORTING = ".exporting"
 
 
@@ -130,7 +131,8 @@ def _png(synthetic: SyntheticSet) -> Files:
     folders = folder_names(synthetic.class_names)
     labels = synthetic.labels.tolist()
     for number, content in enumerate(_encoded(_bytes(synthetic))):
-        yield f"{folders[labels[number]]}/{number:06}.png", content
+        folder = folders[labels[number]] if labels[number] >= 0 else UNLABELLED
+        yield f"{folder}/{number:06}.png", content
 
 
 def _npz(synthetic: SyntheticSet) -> Files:
@@ -153,6 +155,8 @@ def _safetensors(synthetic: SyntheticSet) -> Files:
 def _idx(synthetic: SyntheticSet) -> Files:
     if len(synthetic.class_names) > 256:
         raise InvalidSettings("an IDX file holds labels up to 255; choose another format")
+    if not synthetic.is_labelled:
+        raise InvalidSettings("the set has no labels, which IDX needs; choose another format")
     images = _bytes(synthetic)
     images = images[..., 0] if images.shape[3] == 1 else images
     for name, array in (("images", images), ("labels", np.asarray(synthetic.labels, np.uint8))):

@@ -187,3 +187,11 @@ def test_idx_holds_no_labels_above_255():
     )
     with pytest.raises(InvalidSettings, match="up to 255"):
         list(FORMS["idx"].write(many))
+
+
+def test_a_set_without_labels_has_one_folder_and_no_idx():
+    made = SyntheticSet(torch.zeros(3, 1, 8, 8), torch.full((3,), -1), ("cat", "dog"))
+    names = [name for name, _ in FORMS["png"].write(made)]
+    assert names == [f"unlabelled/{number:06}.png" for number in range(3)]
+    with pytest.raises(InvalidSettings, match="no labels"):
+        list(FORMS["idx"].write(made))
