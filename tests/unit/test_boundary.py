@@ -85,6 +85,15 @@ def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
         assert is_under(stack, "understudy", "privacy", "releases")
     assert len(Tripwire.reads) > releases
 
+    Tripwire.reads = []
+    members = open_curator(ledger, tmp_path, vault=vault, kind="votes").ensemble(
+        torch.zeros(4, 2), members=4
+    )
+    members.learn(lambda state, images, labels, exist, public: state + 1, torch.arange(2))
+    assert Tripwire.reads
+    for stack in Tripwire.reads:
+        assert is_under(stack, "understudy", "privacy", "ensemble.py")
+
     for disclose in (disclose_hold_out, disclose_training_records):
         Tripwire.reads = []
         disclose(vault, ledger, purpose="test")

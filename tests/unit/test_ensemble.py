@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from door import a_vault, access_to, open_curator, records_of, some_images, without
+from door import LOOSE, a_vault, access_to, open_curator, records_of, some_images, without
 from understudy.errors import InvalidSettings, PlanViolation, PrivateAccess
 from understudy.privacy import ensemble as module
 from understudy.privacy.ensemble import Ensemble, shards
-from understudy.privacy.plan import PublicFacts
+from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.privacy.releases.votes import votes
 
 MEMBERS = 4
@@ -79,6 +79,47 @@ def test_emptying_a_unit_changes_one_member_at_most(seed, unit, groups):
     options = {"max_per_unit": 2} if groups else {}
     before, after = (an_ensemble(d, **options) for d in (data, without(data, unit)))
     assert changed_members(before, after) <= 1
+
+
+def test_what_members_learn_does_not_come_back_in_what_they_started_as():
+    """Members learn in place: not in tensors that the method still holds."""
+    data = some_images(12)
+    start = {"weight": torch.ones(4, 64, 3), "velocity": torch.zeros(4, 64, 3)}
+    made = Ensemble(records_of(data), facts_of(data), start, members=4, at_once=2)
+    made.learn(learn, torch.arange(3), torch.tensor(0.01))
+    assert not torch.equal(made._state["weight"], torch.ones(4, 64, 3))
+    assert torch.equal(start["weight"], torch.ones(4, 64, 3))
+    assert torch.equal(start["velocity"], torch.zeros(4, 64, 3))
+
+
+def test_an_ensemble_of_other_records_is_not_asked(ledger, tmp_path):
+    """Its answers would be charged to the wrong data set."""
+    ours, theirs = (
+        open_curator(
+            ledger, tmp_path, vault=a_vault(ledger, some_images(12, seed=n, name=f"set{n}")),
+            kind="votes", dimension=3,
+        )
+        for n in range(2)
+    )  # fmt: skip
+    made = theirs.ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+    with pytest.raises(PlanViolation, match="other records"):
+        ours.votes(made, lambda state, public: state, dimension=3, bound=1.0)
+    assert ours.made() == {"votes": 0}
+
+
+def test_an_ensemble_may_come_after_another_release(ledger, tmp_path):
+    vault = a_vault(ledger, some_images(12))
+    lines = [
+        PlannedRelease(name=kind, kind=kind, count=1, dimension=3)
+        for kind in ("histogram", "votes")
+    ]
+    curator = vault.open(
+        Plan(tuple(lines)), LOOSE, ledger, workspace=tmp_path / "w", run_id="r",
+        allow_large_delta=True,
+    )  # fmt: skip
+    curator.histogram()
+    made = curator.ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+    assert curator.votes(made, lambda state, public: state, dimension=3, bound=1.0).shape == (3,)
 
 
 def test_a_place_without_a_record_shows_nothing_of_anybody_else():

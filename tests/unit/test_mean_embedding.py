@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from door import LOOSE, a_vault, some_images
+from door import LOOSE, a_vault
 from understudy.data.images import labelled_images
 from understudy.errors import InvalidSettings
 from understudy.methods.dp_hp import DPHP, DPHPConfig, Hermite, hermite_features, largest_norm
@@ -164,14 +164,3 @@ def test_length_scale_follows_the_number_of_pixels():
 def test_senseless_settings_are_refused(bad):
     with pytest.raises(InvalidSettings, match=next(iter(bad))):
         DPHPConfig(**bad)
-
-
-def test_records_are_read_once_and_after_the_release_no_more(ledger, tmp_path):
-    """The plan is used up by one release, however long the training."""
-    vault = a_vault(ledger, some_images(30))
-    method = DPMERF(DPMERFConfig(steps=5, features=20, images_per_class=2), vault.facts, seed=0)
-    curator = vault.open(
-        method.plan(), LOOSE, ledger, workspace=tmp_path / "w", run_id="r", allow_large_delta=True
-    )
-    method.run(curator, Progress())
-    assert curator.made() == {"class_sums": 1}

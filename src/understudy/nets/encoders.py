@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -74,7 +75,7 @@ class StoredNorm(nn.Module):
 Norm = Callable[[int], nn.Module]
 
 
-class Trunk(nn.Module):
+class Trunk(nn.Module, ABC):
     """The convolutions of a network, from images in [0, 1] to the maps of its layers."""
 
     def __init__(self) -> None:
@@ -90,9 +91,9 @@ class Trunk(nn.Module):
         seen = (colours - self.mean[:, None, None]) / self.std[:, None, None]
         return self.maps(seen.to(precision or seen.dtype), stop)
 
+    @abstractmethod
     def maps(self, maps: Tensor, stop: int) -> list[Tensor]:
         """Map normalised images to the first `stop` layers' maps."""
-        raise NotImplementedError
 
 
 class Vgg(Trunk):

@@ -61,7 +61,8 @@ class Curator(Sealed):
     """Answer the releases of one plan, each at most as often as planned."""
 
     __slots__ = (
-        "_answered", "_blocks", "_bounds", "_committed_at", "_engine", "_group", "_offered",
+        "_answered", "_blocks", "_bounds", "_committed_at", "_engine", "_group",
+        "_has_voted_before", "_offered",
         "_pace", "_part_kept", "_randomness", "_records", "_spent", "calibration", "engine",
         "facts", "plan",
     )  # fmt: skip
@@ -92,6 +93,9 @@ class Curator(Sealed):
         self._spent: dict[tuple[int, ...], float] = {}
         self._committed_at = time.monotonic()
         self._part_kept = self._part()
+        self._has_voted_before = any(
+            blocks.committed[line.name] for line in plan if line.kind == "votes"
+        )
 
     # Releases
 
@@ -140,7 +144,7 @@ class Curator(Sealed):
         """
         if self._group.size > 1:
             raise InvalidSettings("an ensemble lives in one process; run it without torchrun")
-        if self._blocks.committed:
+        if self._has_voted_before:
             raise InvalidSettings(
                 "this run was cut off, and what its ensemble had learned is gone with the process; "
                 "start a new run (what it released stays charged)"
@@ -171,6 +175,11 @@ class Curator(Sealed):
             is_non_negative: whether votes are, which allows less noise.
             release: its name in the plan.
         """
+        if not ensemble.holds(self._records):
+            raise PlanViolation(
+                "an ensemble was asked that holds other records than this run is charged for; make "
+                "it with the same curator"
+            )
         access = self._open(release, "votes", dimension=dimension, bound=bound)
         return votes(
             access, ensemble, ask, public, own,

@@ -1,11 +1,10 @@
 """An ensemble: many networks behind the door, each fitted to a shard of units of its own.
 
 Members learn from records without noise, so what they know is as private as the records: it is
-sealed, and only the releases `votes` and `sample_gradient` read it. Their proof rests on isolation.
-A unit is in one shard; which one follows from its slot alone, so emptying a slot changes no other
-unit's shard. A member's state is a function of its own shard and of what is public: the functions
-that a method hands over are written for one member, and are applied to all of them under `vmap`,
-where none can see another.
+sealed, and only the release `votes` reads it. Its proof rests on isolation. A unit is in one shard;
+which one follows from its slot alone, so emptying a slot changes no other unit's shard. A member's
+state is a function of its own shard and of what is public: the functions that a method hands over
+are written for one member, and are applied to all of them under `vmap`, where none sees another.
 """
 
 from __future__ import annotations
@@ -64,7 +63,12 @@ class Ensemble(Sealed):
         """Places in a shard: a public number. Those of units without a record do not count."""
         slots = shards(facts.units, members)
         self._places, self._counts = records.places_of(slots, per_unit)
-        self._records, self._state = records, state
+        # Copied, for members learn in place, and the method still holds what it gave.
+        self._records, self._state = records, pytree.tree_map(torch.clone, state)
+
+    def holds(self, records: Records) -> bool:
+        """Whether the shards are of these records."""
+        return self._records is records
 
     def learn(self, learn: Learn, positions: Tensor, public: Any = None) -> None:
         """Let every member learn once from the records at `positions` of its shard: public."""
