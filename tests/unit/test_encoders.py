@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from understudy.errors import InvalidData, InvalidSettings
-from understudy.nets import encoders
+from understudy.nets import encoders, modules
 from understudy.nets.encoders import ARCHITECTURES, Encoder, MobileNetV2, ResNet18, StoredNorm, Vgg
 
 NAMES = list(ARCHITECTURES)
@@ -189,3 +189,11 @@ def test_missing_parameters_are_an_error():
     del params["features.0.bias"]
     with pytest.raises(RuntimeError, match=r"features\.0\.bias"):
         encoder.activations(params, pictures(1, (1, 8, 8)))
+
+
+def test_a_first_use_under_vmap_draws_nothing():
+    """The module may be built there: nothing random may happen."""
+    encoder = Encoder("resnet18", (1, 8, 8), ":2", width=3)
+    params = encoder.init(torch.Generator().manual_seed(0))
+    modules._skeleton.cache_clear()
+    torch.vmap(lambda image: encoder.activations(params, image[None])[0])(torch.rand(2, 1, 8, 8))

@@ -10,11 +10,13 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from understudy.nets.params import Params, uniform
 
 Shape = tuple[int, int, int]
 """Channels, height, width."""
+DRAWS = (Tensor.uniform_, Tensor.normal_)
 NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d)
 
 
@@ -32,8 +34,18 @@ def skeleton(described: Described, *variant: Any) -> nn.Module:
 
 @lru_cache(maxsize=64)
 def _skeleton(described: Described, variant: tuple[Any, ...], thread: int) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), _NoDraws():
         return described.build(*variant)
+
+
+class _NoDraws(TorchFunctionMode):
+    """Let layers draw no first values: a skeleton has none, and `vmap` would refuse the draws."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" or func in DRAWS:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
 
 
 def fan_in_bound(weight: Tensor) -> float:
