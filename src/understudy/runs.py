@@ -68,7 +68,7 @@ def partial(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _held(lock: Path, *, wait: bool = False) -> Iterator[None]:
+def held(lock: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file; BlockingIOError if another process does and we do not wait."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -128,7 +128,7 @@ class RunDirectory:
         make_directory(self._working / "private", mode=0o700)
         remove_temporaries(self._working / "private")
         try:
-            with _held(self._working / "private" / "lock"):
+            with held(self._working / "private" / "lock"):
                 yield
         except BlockingIOError as error:
             raise OutputExists(
@@ -214,7 +214,7 @@ class RunDirectory:
             return all(other.get(name) == plain.get(name) for name in key)
 
         plain = json.loads(json.dumps(dict(entry)))  # tuples become lists, as they will be read
-        with _held(self.path / "private" / "metrics.lock", wait=True):
+        with held(self.path / "private" / "metrics.lock", wait=True):
             content = self.metrics()
             others = [other for other in content.get(section, []) if not same(other)]
             content[section] = [*others, plain]

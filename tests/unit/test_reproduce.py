@@ -83,8 +83,7 @@ def test_a_list_stands_for_one_run_with_each_of_its_elements():
     assert {(r.data, r.preset, dict(r.settings)["images_per_class"]) for r in runs} == {
         (data, preset, count)
         for data in ("mnist", "fashion-mnist")
-        for preset in ("best", "paper")
-        for count in (10, 20)
+        for preset, count in (("best", 10), ("paper", 10), ("best", 20))
     }
 
 
@@ -174,6 +173,16 @@ def test_measured_numbers_stand_beside_published_ones():
     assert "<b>" not in page
 
 
+def test_two_processes_may_add_to_one_table(tmp_path):
+    one, other = (executor.Kept(tiny_experiment(), tmp_path) for _ in range(2))
+    for kept, run in zip((one, other), tiny_experiment().runs, strict=True):
+        found = cell(**run.fields() | {"run": run.name}, accuracies=[0.9], remark="shared")
+        kept.add(found)
+    last = executor.Kept(tiny_experiment(), tmp_path)
+    assert [c["run"] for c in last.cells] == [run.name for run in tiny_experiment().runs]
+    assert "| shared |" in next(tmp_path.glob("*.md")).read_text()
+
+
 def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):
     def curve(*means):
         return [
@@ -189,8 +198,7 @@ def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):
         )
     ]  # fmt: skip
     kept = executor.Kept(tiny_experiment(scale="full"), tmp_path)
-    kept.cells = cells
-    names = {file.name for file in kept.write()}
+    names = {file.name for file in kept.write(*cells)}
     assert {"psg-headline-mnist.svg", "psg-headline-digits.svg"} < names
     drawn = ElementTree.fromstring((tmp_path / "psg-headline-mnist.svg").read_text())
     lines = drawn.findall(".//{http://www.w3.org/2000/svg}polyline")

@@ -23,6 +23,7 @@ def command(
     only: Annotated[tuple[str, ...], Parameter(negative_iterable=())] = (),
     minutes: float | None = None,
     data_dir: Path | None = None,
+    remark: str = "",
     machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
@@ -46,6 +47,8 @@ def command(
         Stop, to be continued, after about so many minutes.
     data_dir
         Folder in which to look for public data sets before fetching them.
+    remark
+        What readers of the times should know, such as that others used the machine.
     """
     report = make_output(output)
     if experiment is None:
@@ -58,6 +61,7 @@ def command(
         work=out,
         results=results or out,
         data_dir=str(data_dir) if data_dir else None,
+        remark=remark,
         **vars(machine or MachineOptions()),
     )
     found = reproduce(what, place, only=only, minutes=minutes, progress=report)

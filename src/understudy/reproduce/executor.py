@@ -1,7 +1,7 @@
 """Do what an experiment says: make its sets, measure them, keep each number as soon as it is there.
 
 Only missing numbers are computed. An unfinished run goes on from its last committed block, so a
-table can grow over many calls on a borrowed machine.
+table can grow over many calls on a borrowed machine, and several processes can work on one table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
 from understudy.reproduce.experiment import FID, Experiment, PlannedRun
-from understudy.runs import RunDirectory, partial
+from understudy.runs import RunDirectory, held, partial
 
 FORMAT = 1
 Cell = dict[str, Any]
@@ -46,6 +46,8 @@ class Place:
     data_dir: str | None = None
     device: str = "auto"
     compile: bool = True
+    remark: str = ""
+    """What a reader of the times should know of the machine."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,19 @@ class Kept:
         self.experiment, self.results = experiment, results
         suffix = "" if experiment.scale == "full" else f"-{experiment.scale}"
         self._file = results / f"{experiment.name}{suffix}.json"
-        self.cells: list[Cell] = []
-        if self._file.exists():
-            content = json.loads(self._file.read_bytes())
-            if content.get("format") != FORMAT:
-                raise InvalidData(
-                    f"{self._file} was written by another version of understudy; move it away"
-                )
-            planned = {run.name for run in experiment.runs}
-            self.cells = [cell for cell in content["cells"] if cell["run"] in planned]
+        self.cells: list[Cell] = self._read()
+
+    def _read(self) -> list[Cell]:
+        """Return the numbers in the file, of runs that belong to the experiment."""
+        if not self._file.exists():
+            return []
+        content = json.loads(self._file.read_bytes())
+        if content.get("format") != FORMAT:
+            raise InvalidData(
+                f"{self._file} was written by another version of understudy; move it away"
+            )
+        planned = {run.name for run in self.experiment.runs}
+        return [cell for cell in content["cells"] if cell["run"] in planned]
 
     def lacks(self, run: PlannedRun) -> bool:
         """Whether a number of `run` is missing."""
@@ -119,12 +125,16 @@ class Kept:
 
     def add(self, cell: Cell) -> None:
         """Keep a number, at once."""
-        self.cells.append(cell)
-        self.write()
+        self.write(cell)
 
-    def write(self) -> list[Path]:
+    def write(self, *new: Cell) -> list[Path]:
         """Write the table in its three forms, and what can be drawn; return the files."""
         make_directory(self.results)
+        with held(self.results / f".{self._file.stem}.lock", wait=True):
+            self.cells = [*self._read(), *new]  # others may have added to it
+            return self._write()
+
+    def _write(self) -> list[Path]:
         order = {run.name: number for number, run in enumerate(self.experiment.runs)}
         cells = sorted(self.cells, key=lambda cell: order[cell["run"]])
         write_json(self._file, {"format": FORMAT, "cells": cells})
@@ -163,6 +173,7 @@ class _Executor:
             "torch": torch.__version__,
             "understudy": __version__,
             "commit": commit(),
+            "remark": self.place.remark,
         }
         for model in self.experiment.measure.models:
             if self.stop():

@@ -105,7 +105,7 @@ def provenance(cells: Sequence[Cell]) -> Grid:
     """Say of each number how it came about."""
     columns = (
         "run", "model", "measured", "certified epsilon", "releases", "seconds", "peak GiB",
-        "device", "torch", "commit",
+        "device", "torch", "commit", "remark",
     )  # fmt: skip
     rows = [
         (
@@ -113,7 +113,7 @@ def provenance(cells: Sequence[Cell]) -> Grid:
             " / ".join(f"{value:.1f}" for value in _values(cell)),
             f"{cell['certified_epsilon']:.4f}", str(cell["releases"]),
             f"{sum(cell['seconds']):.0f}", str(cell["peak_gib"] or "-"),
-            cell["device"], cell["torch"], cell["commit"],
+            cell["device"], cell["torch"], cell["commit"], cell.get("remark", ""),
         )
         for cell in cells
     ]  # fmt: skip
