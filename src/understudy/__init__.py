@@ -2,7 +2,7 @@
 
 >>> import understudy
 >>> sorted(understudy.METHODS)
-['dp-hp', 'dp-mepf', 'dp-merf', 'psg']
+['datalens', 'dp-hp', 'dp-mepf', 'dp-merf', 'g-pate', 'pate-gan', 'psg']
 """
 
 from __future__ import annotations

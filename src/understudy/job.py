@@ -38,6 +38,8 @@ from understudy.runs import GENERATOR_FILE, SET_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
 
+SECONDS_WITH_MEMBERS = 60.0
+"""Between checkpoints that hold what an ensemble learned: these are large."""
 GENERATOR_IS = "what drew the images; `understudy sample` draws more, at no cost in privacy"
 
 
@@ -83,6 +85,8 @@ class Request:
     seed: int = 0
     snapshots: int = 0
     """How many sets to keep on the way, for a curve of accuracy against epsilon."""
+    keep_private_state: bool = False
+    """Whether a run with an ensemble writes what it learned, so that it can be resumed."""
     allow_large_delta: bool = False
 
     def budget(self) -> Budget:
@@ -134,7 +138,9 @@ class Job:
                     method=asked.method,
                     pace=Pace(
                         should_stop=should_stop,
+                        seconds=SECONDS_WITH_MEMBERS if asked.keep_private_state else Pace.seconds,
                         snapshots=asked.snapshots,
+                        keeps_members=asked.keep_private_state,
                         keep=lambda made, synthetic: self.directory.keep_snapshot(
                             made, synthetic.to_bytes()
                         ),

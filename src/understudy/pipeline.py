@@ -108,7 +108,8 @@ def synthesize(
         stop: asked whether to stop at the next committed block; by default signals are.
         **request: fields of `Request`: `method`, `epsilon`, `delta`, `accountant`, `preset`,
             `settings` (of the method), `seed`, `snapshots` (how many sets to keep on the way, in
-            `private/`, to see how it converged), `allow_large_delta`.
+            `private/`, to see how it converged), `keep_private_state` (so that runs of methods with
+            an ensemble can be resumed), `allow_large_delta`.
 
     Under `torchrun` every process calls this; each holds a share of the units, rank 0 writes, and
     all return the result.

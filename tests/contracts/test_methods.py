@@ -18,6 +18,9 @@ from understudy.privacy.randomness import InjectedRandomness
 from understudy.progress import Progress
 
 FEW = {"steps": 4, "batch": 6, "hidden": 8, "images_per_class": 3}
+TAUGHT = {**FEW, "teachers": 5, "teacher_batch": 3, "first_steps": 2, "width": 2, "code": 3}
+KEPT = {"keeps_members": True}
+"""Methods with an ensemble can only go on with what it learned."""
 TINY = {
     "psg": {"rounds": 2, "outer": 2, "batches": 2, "inner": 2, "images_per_class": 2},
     "dp-merf": {**FEW, "features": 20, "count_ratio": 2.0},
@@ -29,6 +32,9 @@ TINY = {
         "code": 3,
         "count_ratio": 2.0,
     },
+    "datalens": {**TAUGHT, "top": 5},
+    "g-pate": {**TAUGHT, "projections": 2, "bins": 4},
+    "pate-gan": {**TAUGHT, "student_steps": 2, "generator_steps": 2},
     "dp-hp": {**FEW, "sum_order": 4, "product_order": 2, "pairs": 3, "count_ratio": 2.0},
 }
 
@@ -43,7 +49,8 @@ def injected() -> InjectedRandomness:
 
 class World:
     def __init__(self, name, ledger, folder, **data):
-        self.vault = a_vault(ledger, some_images(60, **data))
+        terms = {"max_per_unit": data.pop("max_per_unit", None)}
+        self.vault = a_vault(ledger, some_images(60, **data), **terms)
         self.configured = configure(load_method(name), self.vault.facts, 10, settings=TINY[name])
         self.name, self.ledger, self.folder = name, ledger, folder
 
@@ -108,7 +115,7 @@ def test_resumes_where_it_stopped(world):
     """Stopped after every checkpoint and resumed, it ends with the plan exactly used up."""
     for _ in range(100):
         stops = iter([False, True])
-        pace = Pace(seconds=0.0, should_stop=lambda stops=stops: next(stops, True))
+        pace = Pace(seconds=0.0, should_stop=lambda stops=stops: next(stops, True), **KEPT)
         curator = world.open("run", pace=pace)
         try:
             made = world.method().run(curator, Progress())
@@ -124,7 +131,7 @@ def test_resuming_changes_nothing_but_fresh_draws(world):
     whole = world.method().run(world.open("whole", randomness=injected()), Progress()).images
     draws = injected()
     stops = iter([False, False, True])
-    pace = Pace(seconds=0.0, should_stop=lambda: next(stops, False))
+    pace = Pace(seconds=0.0, should_stop=lambda: next(stops, False), **KEPT)
     with pytest.raises(Interrupted):
         world.method().run(world.open("cut", randomness=draws, pace=pace), Progress())
     resumed = world.method().run(world.open("cut", randomness=draws), Progress()).images
@@ -152,7 +159,7 @@ def test_runs_without_noise(world):
         {"classes": 2},
         {"classes": 20, "shape": (1, 12, 12)},
         {"shape": (3, 16, 12)},
-        {"units": [n // 3 for n in range(60)], "unit": "patient"},
+        {"units": [n // 3 for n in range(60)], "unit": "patient", "max_per_unit": 2},
     ],
     ids=["two classes", "twenty classes", "colour, not square", "groups"],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from door import LOOSE, a_vault, access_to, open_curator, records_of, some_images, without
 from understudy.errors import InvalidSettings, PlanViolation, PrivateAccess
 from understudy.privacy import ensemble as module
+from understudy.privacy.curator import Pace
 from understudy.privacy.ensemble import Ensemble, shards
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.privacy.releases.votes import votes
@@ -323,3 +324,32 @@ def test_a_run_that_was_cut_off_does_not_go_on_with_an_ignorant_ensemble(ledger,
     curator.made()
     with pytest.raises(InvalidSettings, match="start a new run"):
         opened().ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_members_learned_goes_on_only_if_it_was_to_be_kept(ledger, tmp_path, keeps):
+    vault = a_vault(ledger, some_images(12))
+    options = {"vault": vault, "kind": "votes", "dimension": 3, "run_id": "r"}
+    pace = Pace(seconds=0.0, keeps_members=keeps)
+
+    def made(curator):
+        start = {"weight": torch.zeros(MEMBERS, 64, 3), "velocity": torch.zeros(MEMBERS, 64, 3)}
+        return curator.ensemble(start, members=MEMBERS)
+
+    before = open_curator(ledger, tmp_path, pace=pace, **options)
+    ours = made(before)
+    ours.learn(learn, torch.arange(3), torch.tensor(0.01))
+    before.votes(ours, lambda state, _: state["weight"].sum(0), dimension=3, bound=1.0)
+    before.checkpoint(1, {"seen": torch.ones(2)})
+
+    after = open_curator(ledger, tmp_path, pace=pace, **options)
+    if not keeps:
+        with pytest.raises(InvalidSettings, match="--keep-private-state"):
+            made(after)
+        return
+    theirs = made(after)
+    assert theirs._state["weight"].any()
+    assert changed_members(ours, theirs) == 0
+    step, state = after.restore()
+    assert step == 1
+    assert set(state) == {"seen"}, "what members learned is not for methods"

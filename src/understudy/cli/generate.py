@@ -38,6 +38,9 @@ class GenerateOptions:
     """Go on with an unfinished run: the same command plus this flag."""
     snapshots: int = 0
     """How many sets to keep on the way, in private/, to see how accuracy grew with epsilon."""
+    keep_private_state: bool = False
+    """Let a method with teachers write what they learned to private/, to be able to resume; it is
+    deleted at the end of the run."""
     seed: int = 0
     """Seed of public randomness. Batches and noise are secret and do not follow it."""
     allow_large_delta: bool = False
@@ -77,6 +80,7 @@ def build(method: str) -> Callable[..., None]:
             ledger=options.ledger,
             resume=options.resume,
             snapshots=options.snapshots,
+            keep_private_state=options.keep_private_state,
             terms=terms,
             **vars(machine or MachineOptions()),
             progress=out,

@@ -15,6 +15,9 @@ METHODS = {
     "dp-merf": "understudy.methods.dp_merf:DPMERF",
     "dp-hp": "understudy.methods.dp_hp:DPHP",
     "dp-mepf": "understudy.methods.dp_mepf:DPMEPF",
+    "datalens": "understudy.methods.datalens:DataLens",
+    "g-pate": "understudy.methods.g_pate:GPATE",
+    "pate-gan": "understudy.methods.pate_gan:PATEGAN",
 }
 
 

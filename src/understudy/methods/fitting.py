@@ -141,9 +141,8 @@ class GeneratorFit:
                 score = selection.score(state[0])
                 if score < lowest:
                     best, lowest = copied(state[0]), score
-            leaves: Params = {str(n): leaf for n, leaf in enumerate(pytree.tree_leaves(state))}
             chosen = {"best": best} if selection else {}
-            curator.checkpoint(at + 1, {"state": leaves, "lowest": lowest, **chosen})
+            curator.checkpoint(at + 1, {"state": leaves_of(state), "lowest": lowest, **chosen})
         return best if selection and lowest.isfinite() else state[0]
 
     def _start(self, curator: Curator) -> tuple[int, State, Params, Tensor]:
@@ -154,8 +153,7 @@ class GeneratorFit:
         done, saved = curator.restore()
         if not done:
             return 0, state, copied(state[0]), torch.full((), torch.inf, device=device)
-        leaves = [cast(Params, saved["state"])[str(n)] for n in range(len(saved["state"]))]
-        state = pytree.tree_unflatten(leaves, pytree.tree_structure(state))
+        state = filled(state, cast(Params, saved["state"]))
         best = cast(Params, saved.get("best", {}))
         return done, state, best, cast(Tensor, saved["lowest"])
 
@@ -187,6 +185,17 @@ class GeneratorFit:
         released = Generator(network, params, statistics, self.shares)
         images, labels = released.sample(images_per_class * facts.classes, seed=self.seed)
         return SyntheticSet(images, labels, facts.class_names, generator=released)
+
+
+def leaves_of(state: Any) -> Params:
+    """Return the tensors of a nested state by number, as a checkpoint takes them."""
+    return {str(number): leaf for number, leaf in enumerate(pytree.tree_leaves(state))}
+
+
+def filled(like: Any, leaves: Params) -> Any:
+    """Return a state of the same structure with tensors from a checkpoint."""
+    in_order = [leaves[str(number)] for number in range(len(leaves))]
+    return pytree.tree_unflatten(in_order, pytree.tree_structure(like))
 
 
 class MeanEmbedding(ABC):

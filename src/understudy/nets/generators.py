@@ -20,11 +20,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from understudy.nets.modules import Shape, Sum, draw, skeleton, xavier_bound
+from understudy.nets.modules import Shape, Sum, beside, draw, skeleton, xavier_bound
 from understudy.nets.params import Params
 
 FIRST_MAP = 4
 """Sides of the first maps of a residual generator are at most this."""
+DECONV_BOUND = 0.05 * math.sqrt(3)
+"""Of weights before training: a standard deviation of 0.05."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,58 @@ class ResnetGenerator(GeneratorNetwork):
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class DeconvGenerator(GeneratorNetwork):
+    """The generator of DataLens and G-PATE: linear layers, then two transposed convolutions.
+
+    The class stands beside the input of every layer.
+    """
+
+    code: int = 50
+    hidden: int = 1024
+    channels: int = 128
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw small parameters: all images start grey and alike."""
+        return draw(skeleton(self), generator, bound=lambda _: DECONV_BOUND)
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        sides = (-(-self.shape[1] // 4), -(-self.shape[2] // 4))
+        return self._cropped([Deconv(self, sides, keeps)], (4 * sides[0], 4 * sides[1]))
+
+
+class Deconv(nn.Module):
+    """Layers of a `DeconvGenerator`."""
+
+    def __init__(self, like: DeconvGenerator, sides: tuple[int, int], keeps: bool) -> None:
+        super().__init__()
+        classes, channels = like.classes, like.channels
+        self.classes, self.sides = classes, (channels, *sides)
+        features = channels * sides[0] * sides[1]
+        self.linear0 = nn.Linear(classes + like.code, like.hidden)
+        self.norm0 = batch_norm(like.hidden, keeps)
+        self.linear1 = nn.Linear(like.hidden + classes, features)
+        self.norm1 = batch_norm(features, keeps)
+        self.conv0 = _doubled(channels + classes, channels)
+        self.norm2 = maps_norm(channels, keeps)
+        self.conv1 = _doubled(channels + classes, like.shape[0])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map one-hot class and code (n, features) to images."""
+        one_hot = inputs[:, : self.classes]
+        hidden = torch.relu(self.norm0(self.linear0(inputs)))
+        hidden = torch.relu(self.norm1(self.linear1(torch.cat([hidden, one_hot], 1))))
+        maps = hidden.view(-1, *self.sides)
+        maps = torch.relu(self.norm2(self.conv0(beside(maps, one_hot))))
+        return torch.sigmoid(self.conv1(beside(maps, one_hot)))
+
+
+def _doubled(inputs: int, outputs: int) -> nn.Module:
+    """Return a transposed convolution that doubles the sides of maps."""
+    return nn.ConvTranspose2d(inputs, outputs, 5, stride=2, padding=2, output_padding=1)
+
+
 def batch_norm(features: int, keeps: bool) -> nn.Module:
     """Normalise features over a batch; statistics that are kept are averages over all batches."""
     return nn.BatchNorm1d(features, momentum=None, track_running_stats=keeps)
@@ -234,6 +288,7 @@ class BlackToWhite(nn.Module):
 
 GENERATORS: dict[str, type[GeneratorNetwork]] = {
     "conv": ConvGenerator,
+    "deconv": DeconvGenerator,
     "dense": DenseGenerator,
     "resnet": ResnetGenerator,
 }

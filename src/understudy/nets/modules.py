@@ -94,3 +94,8 @@ class Sum(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         """Apply both."""
         return cast(Tensor, self.body(maps) + self.shortcut(maps))
+
+
+def beside(maps: Tensor, one_hot: Tensor) -> Tensor:
+    """Put classes (n, classes) beside maps (n, c, h, w), as maps of their own."""
+    return torch.cat([maps, one_hot[..., None, None].expand(*one_hot.shape, *maps.shape[2:])], 1)

@@ -39,6 +39,8 @@ from understudy.training.engine import Engine
 State = Mapping[str, Tensor | Mapping[str, Tensor]]
 """What a method needs to go on: tensors by name, or one level of groups of them."""
 
+MEMBERS = "ensemble."
+"""What groups of tensors in a checkpoint are called that hold what members learned."""
 SPENT_STEPS = 10
 """Epsilon spent so far is computed at tenths of the plan, rounded up."""
 
@@ -55,13 +57,15 @@ class Pace:
     """Over the whole plan."""
     keep: Callable[[Mapping[str, int], SyntheticSet], None] = lambda made, synthetic: None
     """Gets the releases made until then, and the set."""
+    keeps_members: bool = False
+    """Whether checkpoints hold what ensembles learned, without noise; deleted at the run's end."""
 
 
 class Curator(Sealed):
     """Answer the releases of one plan, each at most as often as planned."""
 
     __slots__ = (
-        "_answered", "_blocks", "_bounds", "_committed_at", "_engine", "_group",
+        "_answered", "_blocks", "_bounds", "_committed_at", "_engine", "_ensembles", "_group",
         "_has_voted_before", "_offered",
         "_pace", "_part_kept", "_randomness", "_records", "_spent", "calibration", "engine",
         "facts", "plan",
@@ -93,6 +97,7 @@ class Curator(Sealed):
         self._spent: dict[tuple[int, ...], float] = {}
         self._committed_at = time.monotonic()
         self._part_kept = self._part()
+        self._ensembles: list[Ensemble] = []
         self._has_voted_before = any(
             blocks.committed[line.name] for line in plan if line.kind == "votes"
         )
@@ -135,7 +140,8 @@ class Curator(Sealed):
     def ensemble(self, state: MemberState, *, members: int, at_once: int = 256) -> Ensemble:
         """Make an ensemble whose members each hold a disjoint shard of the units.
 
-        What members learn is not kept: a run that asked one and was killed cannot be resumed.
+        What members learn is kept only if the run was told to keep it: otherwise one that asked
+        them and was killed cannot be resumed.
 
         Args:
             state: what the members start as, public: tensors, nested, with the members in front.
@@ -144,12 +150,19 @@ class Curator(Sealed):
         """
         if self._group.size > 1:
             raise InvalidSettings("an ensemble lives in one process; run it without torchrun")
+        made = Ensemble(self._records, self.facts, state, members=members, at_once=at_once)
         if self._has_voted_before:
-            raise InvalidSettings(
-                "this run was cut off, and what its ensemble had learned is gone with the process; "
-                "start a new run (what it released stays charged)"
-            )
-        return Ensemble(self._records, self.facts, state, members=members, at_once=at_once)
+            tensors = self._blocks.checkpoint.tensors if self._blocks.checkpoint else {}
+            kept = _tensors_of(tensors, f"{MEMBERS}{len(self._ensembles)}")
+            if not kept:
+                raise InvalidSettings(
+                    "this run was cut off, and what its ensemble had learned is gone with the "
+                    "process; start a new run (what it released stays charged), with "
+                    "--keep-private-state if it may be cut off again"
+                )
+            made.take(kept)
+        self._ensembles.append(made)
+        return made
 
     def votes(
         self,
@@ -256,6 +269,8 @@ class Curator(Sealed):
         state: dict[str, Tensor | dict[str, Tensor]] = {}
         for name, tensor in saved.tensors.items():
             group, _, key = name.rpartition("/")
+            if group.startswith(MEMBERS):
+                continue  # not for methods
             if group:
                 state.setdefault(group, {})[key] = self._here(tensor)  # type: ignore[index]
             else:
@@ -314,6 +329,9 @@ class Curator(Sealed):
                 flat[name] = value
             else:
                 flat |= {f"{name}/{key}": tensor for key, tensor in value.items()}
+        if self._pace.keeps_members:
+            for number, ensemble in enumerate(self._ensembles):
+                flat |= {f"{MEMBERS}{number}/{key}": t for key, t in ensemble.kept().items()}
         notes = {"answered": self._answered, "bounds": self.bounds}
         self._blocks.commit("checkpoint", step, flat, notes)
         self._committed_at = time.monotonic()
@@ -375,3 +393,8 @@ class Curator(Sealed):
                 else 0.0
             )
         return self._spent[tenths]
+
+
+def _tensors_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the tensors of one group, by their names in it."""
+    return {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(f"{name}/")}

@@ -93,6 +93,16 @@ class Ensemble(Sealed):
             its_own = () if own is None else (_of(own, chunk),)
             yield apply(_of(self._state, chunk), public, *its_own)
 
+    def kept(self) -> dict[str, Tensor]:
+        """Return what members know, by number, for a checkpoint that stays private."""
+        return {str(n): leaf for n, leaf in enumerate(pytree.tree_leaves(self._state))}
+
+    def take(self, kept: dict[str, Tensor]) -> None:
+        """Take up what was kept."""
+        leaves = pytree.tree_leaves(self._state)
+        for leaf, tensor in zip(leaves, (kept[str(n)] for n in range(len(kept))), strict=True):
+            leaf.copy_(tensor)
+
     def _chunks(self) -> Iterator[slice]:
         for start in range(0, self.members, self._at_once):
             yield slice(start, min(self.members, start + self._at_once))

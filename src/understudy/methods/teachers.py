@@ -1,0 +1,241 @@
+"""Teachers behind the door: what DataLens, G-PATE and PATE-GAN share.
+
+Many small discriminators each learn, without noise, to tell a few private records of their own from
+generated images. A generator shows all of them the same images; what they say together, with noise,
+is all that it learns of the data.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from understudy.errors import InvalidSettings
+from understudy.methods.fitting import (
+    FEW_UNITS,
+    DistanceStep,
+    GeneratorFit,
+    Schedule,
+    State,
+    filled,
+    leaves_of,
+)
+from understudy.methods.method import check_at_least_one, check_positive, setting
+from understudy.nets.critics import Teacher, logit_loss
+from understudy.nets.generators import DeconvGenerator
+from understudy.nets.params import Params, moved
+from understudy.privacy.curator import Curator
+from understudy.privacy.ensemble import Ensemble
+from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
+from understudy.progress import Progress
+from understudy.provenance import PublicInput
+from understudy.seeds import public_generator
+from understudy.synthetic import SyntheticSet
+from understudy.training.adam import Adam, AdamState
+
+ADAM = Adam(betas=(0.5, 0.999))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachersConfig:
+    """Settings of a generator that is taught."""
+
+    images_per_class: int = setting(6000, "Synthetic images per class.")
+    teachers: int = setting(4000, "Discriminators, each with a shard of its own.")
+    steps: int = setting(150, "Rounds: teachers learn, teachers are asked, the generator follows.")
+    batch: int = setting(15, "Images that teachers are asked about per round.")
+    teacher_batch: int = setting(30, "Records of its own, at most, that a teacher sees per step.")
+    teacher_steps: int = setting(2, "Steps of the teachers per round.")
+    first_steps: int = setting(10, "Steps of the teachers in the first round.")
+    teacher_lr: float = setting(1e-3, "Learning rate of the teachers.")
+    lr: float = setting(1e-3, "Learning rate of the generator.")
+    code: int = setting(5, "Length of the generator's random code.")
+    width: int = setting(32, "Channels of a teacher's second convolution.")
+    hidden: int = setting(256, "Width of a teacher's hidden layer.")
+    norm: bool = setting(False, "Normalise batches inside teachers.")
+    average: float = setting(0.0, "What the past counts in the average of generators; 0: the last.")
+
+    def __post_init__(self) -> None:
+        check_at_least_one(
+            self, "images_per_class", "teachers", "steps", "batch", "teacher_batch",
+            "teacher_steps", "first_steps", "code", "width", "hidden",
+        )  # fmt: skip
+        check_positive(self, "lr", "teacher_lr")
+        if not 0 <= self.average < 1:
+            raise InvalidSettings(f"average is {self.average:g}, expected 0 to below 1")
+
+
+class Shown(NamedTuple):
+    """What the generator shows in a round: public, and the same to all teachers."""
+
+    images: Tensor
+    labels: Tensor
+    codes: Tensor
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One step of one teacher, on its records and on generated images."""
+
+    teacher: Teacher
+    lr: float
+
+    def __call__(
+        self, state: Any, images: Tensor, labels: Tensor, exist: Tensor, shown: Shown
+    ) -> tuple[Params, AdamState]:
+        """Learn to tell the two apart."""
+
+        def loss(params: Params) -> Tensor:
+            real = self.teacher(params, images, labels)
+            fake = self.teacher(params, shown.images, shown.labels)
+            return logit_loss(real, are_real=True, weights=exist) + logit_loss(fake, are_real=False)
+
+        params, moments = state
+        lr = torch.full((), self.lr, device=images.device)
+        return ADAM.step(params, grad(loss)(params), moments, lr)
+
+
+def wish(teacher: Teacher, params: Params, shown: Shown) -> Tensor:
+    """Return how images should change to look more real to a teacher (n, pixels)."""
+
+    def loss(images: Tensor) -> Tensor:
+        return logit_loss(teacher(params, images, shown.labels), are_real=True)
+
+    slope: Tensor = grad(loss)(shown.images)
+    return -slope.flatten(1)
+
+
+def towards(images: Tensor, _: Tensor, known: Any) -> Tensor:
+    """Return a loss that falls where images move along the direction that was given."""
+    along: Tensor = (images.flatten(1) * known["direction"]).sum()
+    return -along
+
+
+class Classroom:
+    """The teachers of a run, and the generator that they teach."""
+
+    def __init__(self, method: TaughtGenerator, curator: Curator) -> None:
+        config, facts, seed = method.config, method.facts, method.seed
+        self.curator, self.config, self.device = curator, config, curator.engine.device
+        self._facts, self._seed, self.teacher = facts, seed, method.teacher
+        # All start alike: what they say then differs by their records alone, and adds up.
+        alike = method.teacher.init(public_generator(seed, "teachers"))
+        start = {
+            name: weight.expand(config.teachers, *weight.shape)
+            for name, weight in moved(alike, self.device).items()
+        }
+        moments = ADAM.start(start)
+        moments = moments._replace(steps=moments.steps.expand(config.teachers))
+        self.members: Ensemble = curator.ensemble((start, moments), members=config.teachers)
+        self._lesson = Lesson(method.teacher, config.teacher_lr)
+
+        network = DeconvGenerator(facts.shape, facts.classes, code=config.code)
+        self._step = DistanceStep(network, towards, ADAM)
+        schedule = Schedule(steps=config.steps, batch=config.batch, lr=config.lr)
+        self._fit = GeneratorFit(step=self._step, schedule=schedule, facts=facts, seed=seed)
+        params = moved(network.init(public_generator(seed, "network")), self.device)
+        self.public: dict[str, Any] = {"generator": self._step.start(params), "average": params}
+        """What a run goes on with, beside its teachers: made of releases alone."""
+        self._lr = torch.full((), config.lr, device=self.device)
+
+    def shown(self, count: int, *purpose: str | int) -> Shown:
+        """Draw images from the generator as it is; `purpose` seeds their codes."""
+        generator = public_generator(self._seed, *purpose)
+        codes = self._step.network.codes(count, generator).to(self.device)
+        start = torch.randint(self._facts.classes, (1,), generator=generator)
+        labels = ((start + torch.arange(count)) % self._facts.classes).to(self.device)
+        with torch.no_grad():
+            return Shown(
+                self._step.network(self.public["generator"][0], codes, labels), labels, codes
+            )
+
+    def teach(self, shown: Shown, at: int) -> None:
+        """Let all teachers learn: on a schedule that is public, each from records of its own."""
+        steps = self.config.first_steps if at == 0 else self.config.teacher_steps
+        shard = self.members.shard
+        for step in range(steps):
+            window = torch.arange(min(shard, self.config.teacher_batch))
+            positions = (window + (at * steps + step) * len(window)) % shard
+            self.members.learn(self._lesson, positions, shown)
+
+    def follow(self, shown: Shown, direction: Tensor) -> None:
+        """Move the generator so that the images that were shown move along `direction`."""
+        known = {"direction": direction.to(shown.images.dtype)}
+        state: State = self.curator.engine.run(
+            self._step, self.public["generator"], shown.codes, shown.labels, known, self._lr
+        )
+        average, past = self.public["average"], self.config.average
+        self.public["generator"] = state
+        self.public["average"] = {
+            name: torch.lerp(weight, average[name], past) for name, weight in state[0].items()
+        }
+
+    def restore(self) -> int:
+        """Go on from the last checkpoint; return the rounds done."""
+        done, saved = self.curator.restore()
+        if done:
+            self.public = filled(self.public, cast(Params, saved["public"]))
+        return done
+
+    def checkpoint(self, rounds: int) -> None:
+        """Offer a point to go on from."""
+        self.curator.checkpoint(rounds, {"public": leaves_of(self.public)}, self.drawn)
+
+    def drawn(self) -> SyntheticSet:
+        """Draw the set from the generator."""
+        return self._fit.drawn(self.public["average"], self.config.images_per_class)
+
+
+class TaughtGenerator(ABC):
+    """A method whose generator learns from a noisy sum of what teachers say."""
+
+    config: TeachersConfig
+    public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
+
+    @staticmethod
+    def default_preset(facts: PublicFacts) -> str:
+        """Choose `small` for few units."""
+        return "small" if facts.units < FEW_UNITS else "paper"
+
+    def __init__(self, config: TeachersConfig, facts: PublicFacts, *, seed: int) -> None:
+        self.config, self.facts, self.seed = config, facts, seed
+        self.pixels = math.prod(facts.shape)
+        self.teacher = Teacher(facts.shape, facts.classes, config.width, config.hidden, config.norm)
+
+    @property
+    @abstractmethod
+    def dimension(self) -> int:
+        """Number of values in what a teacher says per round."""
+
+    @abstractmethod
+    def rounds(self, room: Classroom) -> Callable[[Shown, int], None]:
+        """Return what happens in each round, given the images shown and its number.
+
+        The teachers are asked once about these images, and the generator learns from the answer.
+        """
+
+    def plan(self) -> Plan:
+        """One release of votes per round."""
+        line = PlannedRelease(
+            name="votes", kind="votes", count=self.config.steps, dimension=self.dimension
+        )
+        return Plan((line,))
+
+    def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
+        """Teachers learn, are asked, and the generator follows."""
+        room = Classroom(self, curator)
+        one_round = self.rounds(room)
+        rounds = range(room.restore(), self.config.steps)
+        for at in progress.steps(rounds, spent=curator.epsilon_spent):
+            shown = room.shown(self.config.batch, "shown", at)
+            room.teach(shown, at)
+            one_round(shown, at)
+            room.checkpoint(at + 1)
+        return room.drawn()

@@ -1,0 +1,134 @@
+"""Critics: small conditional networks that tell real images from generated ones.
+
+Thousands of them are trained side by side, one set of weights each, under `vmap`. Convolutions are
+products of patches and weights: with a set of weights for every member these become batched matrix
+products, where a convolution would become one with thousands of groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from understudy.nets.modules import Shape
+from understudy.nets.params import Params
+
+KERNEL, STRIDE = 5, 2
+SLOPE = 0.2
+NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The discriminator of DataLens and its kin: two convolutions, two linear layers.
+
+    The class adds a bias of its own to every layer, which is what maps of ones and zeros beside the
+    input of a layer amount to; the last layer has a row of weights for each class.
+
+    >>> params = Teacher((1, 28, 28), 10).init(torch.Generator())
+    >>> sum(weight.numel() for weight in params.values())
+    544423
+    """
+
+    shape: Shape
+    classes: int
+    channels: int = 32
+    hidden: int = 256
+    norm: bool = False
+    """Whether hidden layers are normalised, by the batch's own statistics."""
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw parameters of one member."""
+        colours, classes = self.shape[0], self.classes
+        first, second = colours + classes, self.channels + classes
+        height, width = (-(-side // STRIDE**2) for side in self.shape[1:])
+        sizes = {
+            "conv0": (KERNEL**2 * colours, first),
+            "conv1": (KERNEL**2 * first, second),
+            "linear0": (second * height * width, self.hidden),
+            "linear1": (self.hidden, classes),
+        }
+        params: Params = {}
+        for name, (inputs, outputs) in sizes.items():
+            weight = torch.randn((outputs, inputs), generator=generator)
+            params[f"{name}.weight"] = weight / math.sqrt(inputs)
+            params[f"{name}.bias"] = torch.zeros(classes, outputs)
+        for name in ("conv1", "linear0") if self.norm else ():
+            params[f"{name}.scale"] = torch.ones(sizes[name][1])
+        return params
+
+    def __call__(self, params: Params, images: Tensor, labels: Tensor) -> Tensor:
+        """Return one member's logits (n,) that images (n, c, h, w) of these classes are real."""
+        one_hot = (labels[:, None] == torch.arange(self.classes, device=labels.device)).float()
+        maps = leaky(_biased(params, "conv0", _conv(params, "conv0", images), one_hot))
+        maps = self._normal(params, "conv1", _conv(params, "conv1", maps))
+        maps = leaky(_biased(params, "conv1", maps, one_hot))
+        hidden = self._normal(params, "linear0", _linear(params, "linear0", maps.flatten(1)))
+        hidden = leaky(_biased(params, "linear0", hidden, one_hot))
+        scores = _biased(params, "linear1", _linear(params, "linear1", hidden), one_hot)
+        return (scores * one_hot).sum(1)
+
+    def _normal(self, params: Params, name: str, values: Tensor) -> Tensor:
+        """Normalise channels over the batch and all pixels, then scale them."""
+        if not self.norm:
+            return values
+        over = [0, *range(2, values.ndim)]
+        centred = values - values.mean(over, keepdim=True)
+        spread = centred.square().mean(over, keepdim=True)
+        scale = params[f"{name}.scale"].view(-1, *(1,) * (values.ndim - 2))
+        return centred * torch.rsqrt(spread + NORM_EPS) * scale
+
+
+def leaky(values: Tensor) -> Tensor:
+    """Let a fifth of what is negative through."""
+    return F.leaky_relu(values, SLOPE)
+
+
+def patches(images: Tensor, kernel: int, stride: int) -> Tensor:
+    """Cut images (n, c, h, w) into what each output pixel sees: (n, c * kernel^2, rows, columns).
+
+    Padded so that there is an output pixel for each `stride` input pixels, begun ones included.
+    """
+    counts = [-(-side // stride) for side in images.shape[2:]]
+    more = [
+        max(0, (count - 1) * stride + kernel - side)
+        for count, side in zip(counts, images.shape[2:], strict=True)
+    ]
+    (top, left), (rows, columns) = (extra // 2 for extra in more), more
+    padded = F.pad(images, (left, columns - left, top, rows - top))
+    seen = F.unfold(padded, kernel, stride=stride)
+    return seen.view(*seen.shape[:2], *counts)
+
+
+def _conv(params: Params, name: str, maps: Tensor) -> Tensor:
+    seen = patches(maps, KERNEL, STRIDE)
+    found = params[f"{name}.weight"] @ seen.flatten(2)
+    return found.view(*found.shape[:2], *seen.shape[2:])
+
+
+def _linear(params: Params, name: str, values: Tensor) -> Tensor:
+    return values @ params[f"{name}.weight"].transpose(-1, -2)
+
+
+def _biased(params: Params, name: str, values: Tensor, one_hot: Tensor) -> Tensor:
+    """Add the bias of each image's class, found by a product, whose derivative knows `vmap`."""
+    found = one_hot @ params[f"{name}.bias"]
+    return values + found.view(*found.shape, *(1,) * (values.ndim - 2))
+
+
+def logit_loss(logits: Tensor, *, are_real: bool, weights: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy of saying that images are real, or are not.
+
+    Args:
+        logits: what the critic says (n,).
+        are_real: what is true of all.
+        weights: how much each counts (n,), 0 or 1; the mean is over those that do.
+    """
+    losses = F.softplus(-logits if are_real else logits)
+    if weights is None:
+        return losses.mean()
+    return (losses * weights).sum() / weights.sum().clamp(min=1)

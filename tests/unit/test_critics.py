@@ -1,0 +1,72 @@
+"""Stacked critics: the same networks as one by one, and the layers that they claim to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, vmap
+
+from understudy.nets.critics import Teacher, logit_loss, patches
+
+MEMBERS = 3
+
+
+def several(teacher):
+    drawn = [teacher.init(torch.Generator().manual_seed(n)) for n in range(MEMBERS)]
+    return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0]}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 13, 10)])
+def test_members_side_by_side_are_members_one_by_one(shape, norm):
+    teacher = Teacher(shape, 4, channels=3, hidden=5, norm=norm)
+    params = several(teacher)
+    images, labels = torch.rand(MEMBERS, 6, *shape), torch.arange(6).remainder(4).repeat(MEMBERS, 1)
+
+    def loss(one, images, labels):
+        return logit_loss(teacher(one, images, labels), are_real=True)
+
+    together = vmap(grad(loss))(params, images, labels)
+    for n in range(MEMBERS):
+        alone = grad(loss)({name: w[n] for name, w in params.items()}, images[n], labels[n])
+        for name, slope in alone.items():
+            assert torch.allclose(together[name][n], slope, atol=1e-6), name
+
+
+@pytest.mark.parametrize("sides", [(28, 28), (9, 14), (3, 3)])
+def test_patches_make_a_convolution(sides):
+    images, weight = torch.rand(2, 3, *sides), torch.randn(4, 3, 5, 5)
+    seen = patches(images, 5, 2)
+    found = (weight.flatten(1) @ seen.flatten(2)).view(2, 4, *seen.shape[2:])
+    assert found.shape[2:] == tuple(-(-side // 2) for side in sides)
+    more = [max(0, (-(-side // 2) - 1) * 2 + 5 - side) for side in sides]
+    padded = F.pad(
+        images,
+        (more[1] // 2, more[1] - more[1] // 2, more[0] // 2, more[0] - more[0] // 2),
+    )
+    assert torch.allclose(found, F.conv2d(padded, weight, stride=2), atol=1e-4)
+
+
+def test_a_teacher_looks_at_the_class():
+    teacher = Teacher((1, 8, 8), 2, channels=3, hidden=5)
+    params = teacher.init(torch.Generator().manual_seed(0))
+    image = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    one, other = (teacher(params, image, torch.tensor([label])) for label in (0, 1))
+    assert not torch.allclose(one, other)
+
+
+def test_without_norm_an_image_is_judged_by_itself():
+    teacher = Teacher((1, 8, 8), 2, channels=3, hidden=5)
+    params = teacher.init(torch.Generator().manual_seed(0))
+    images, labels = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)
+    assert torch.allclose(
+        teacher(params, images, labels)[:1], teacher(params, images[:1], labels[:1]), atol=1e-6
+    )
+
+
+def test_records_that_do_not_exist_do_not_count():
+    logits = torch.tensor([2.0, -3.0, 100.0])
+    kept = logit_loss(logits, are_real=False, weights=torch.tensor([1.0, 1.0, 0.0]))
+    assert torch.allclose(kept, logit_loss(logits[:2], are_real=False))
+    assert logit_loss(logits, are_real=True, weights=torch.zeros(3)) == 0

@@ -1,0 +1,165 @@
+"""DataLens, G-PATE and PATE-GAN: what a teacher may say, and what is made of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from understudy.errors import InvalidSettings
+from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, scaled
+from understudy.methods.g_pate import BinVote, GPATEConfig
+from understudy.methods.pate_gan import PATEGANConfig, Verdict
+from understudy.methods.teachers import Shown, wish
+from understudy.nets.critics import Teacher
+from understudy.privacy.accounting import epsilon_of
+from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
+
+PIXELS = 64
+FACTS = PublicFacts(units=400, class_names=tuple("abc"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
+TEACHER = Teacher(FACTS.shape, FACTS.classes, 3, 6)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dice(*shape, seed=0):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def shown(count=4):
+    return Shown(dice(count, *FACTS.shape), torch.arange(count) % FACTS.classes, torch.empty(0))
+
+
+def compression(name, **changes):
+    config = DataLensConfig(compression=name, top=10, teachers=5, **changes)
+    return DataLens(config, FACTS, seed=0)._compression
+
+
+@pytest.mark.parametrize("name", ["signs", "levels"])
+@pytest.mark.parametrize("scale", [1e-12, 1e-5, 1.0, 1e8])
+def test_votes_are_as_short_as_declared(name, scale):
+    """The release scales longer ones down; none should need it."""
+    rule = compression(name)
+    for seed in range(20):
+        wishes = scale * drawn(7, PIXELS, seed=seed)
+        said = rule(wishes, dice(7, PIXELS, seed=seed))
+        assert said.shape == (7, rule.dimension)
+        assert said.norm(dim=1).max() <= rule.bound + 1e-4
+
+
+def test_no_gradient_at_all_is_a_vote_of_the_declared_length_too():
+    said = compression("signs")(torch.zeros(2, PIXELS), dice(2, PIXELS))
+    assert torch.equal(said.norm(dim=1), torch.full((2,), math.sqrt(10)))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Signs(PIXELS, PIXELS, 0.5, stochastic=True), Levels(PIXELS, 0.5)],
+    ids=["signs", "levels"],
+)
+def test_chance_is_fair(rule):
+    """On average a vote is the gradient, cut at the clip; the dice are one roll, turned."""
+    wishes = drawn(1, PIXELS)
+    roll, turns = dice(1, PIXELS), dice(4000, seed=1)
+    mean = torch.stack([rule(wishes, (roll + turn) % 1) for turn in turns]).mean(0)
+    assert (mean - scaled(wishes, 0.5)).abs().max() < 5 / math.sqrt(4000)
+
+
+def test_certain_votes_are_the_signs_of_the_largest_entries():
+    wishes = drawn(3, PIXELS)
+    said = Signs(PIXELS, 10, 1e-5, stochastic=False)(wishes, dice(3, PIXELS))
+    assert torch.equal(said.abs().sum(1), torch.full((3,), 10.0))
+    assert wishes[said == 0].abs().max() <= max(
+        w[s != 0].abs().min() for w, s in zip(wishes, said, strict=True)
+    )
+    assert torch.equal(said[said != 0], wishes.sign()[said != 0])
+
+
+def test_a_sketch_is_linear_and_finds_the_largest_entries():
+    rule = compression("sketch")
+    one, other = (drawn(2, PIXELS, seed=n) for n in range(2))
+    total = rule(one, one) * one.norm(dim=1, keepdim=True)
+    total += rule(other, other) * other.norm(dim=1, keepdim=True)
+    both = rule(one + other, one) * (one + other).norm(dim=1, keepdim=True)
+    assert torch.allclose(total, both, atol=1e-5)
+    spike = torch.zeros(1, PIXELS)
+    spike[0, 17] = -3.0
+    found = rule.direction(rule(spike, spike), 0.0)
+    assert found[0].abs().argmax() == 17
+    assert torch.allclose(found[0, 17], torch.tensor(-1.0))
+    assert rule.bound == pytest.approx(math.sqrt(5))
+
+
+def test_what_teachers_count_is_bounded_by_one_bin_for_each_projection():
+    params = TEACHER.init(torch.Generator().manual_seed(0))
+    public = shown(), drawn(PIXELS, 6)
+    said = BinVote(TEACHER, 10, 0.0)((params,), public)
+    assert said.shape == (4, 6, 10)
+    assert torch.equal(said.sum(2), torch.ones(4, 6))
+    assert said.norm() == pytest.approx(math.sqrt(4 * 6))
+
+
+def test_verdicts_are_centred():
+    params = TEACHER.init(torch.Generator().manual_seed(0))
+    said = Verdict(TEACHER)((params,), shown(9))
+    assert set(said.tolist()) <= {-0.5, 0.5}
+    assert said.norm() == pytest.approx(math.sqrt(9) / 2)
+
+
+def test_a_wish_makes_images_look_more_real():
+    params = TEACHER.init(torch.Generator().manual_seed(0))
+    before = shown()
+    moved = before.images + 1e-2 * wish(TEACHER, params, before).view_as(before.images)
+    scores = [TEACHER(params, images, before.labels) for images in (before.images, moved)]
+    assert (scores[1] > scores[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "complaint"),
+    [
+        (DataLensConfig, {"compression": "zip"}, "expected one of signs, levels, sketch"),
+        (DataLensConfig, {"threshold": 1.0}, "threshold is 1"),
+        (DataLensConfig, {"top": -1}, "top is -1"),
+        (DataLensConfig, {"clip": float("nan")}, "clip is nan"),
+        (DataLensConfig, {"teachers": 0}, "teachers is 0"),
+        (GPATEConfig, {"bins": 0}, "bins is 0"),
+        (GPATEConfig, {"threshold": -0.1}, "threshold is -0.1"),
+        (PATEGANConfig, {"student_steps": 0}, "student_steps is 0"),
+        (PATEGANConfig, {"average": 1.0}, "average is 1"),
+    ],
+)
+def test_senseless_settings_are_refused(config, changes, complaint):
+    with pytest.raises(InvalidSettings, match=complaint):
+        config(**changes)
+
+
+def test_more_entries_than_pixels_are_refused():
+    with pytest.raises(InvalidSettings, match="top is 65, but an image has 64 pixels"):
+        DataLens(DataLensConfig(top=65), FACTS, seed=0)
+
+
+def multiplier(*, noise, bound, non_negative=False):
+    """Return the noise of a published configuration in units of its sensitivity."""
+    return noise / ((math.sqrt(2) if non_negative else 2) * bound)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "noise", "bound", "non_negative", "claimed"),
+    [
+        (86, 5000, math.sqrt(15 * 200), False, 1.0),
+        (109, 800, math.sqrt(15 * 300), False, 10.0),
+        (131, 1000, math.sqrt(15 * 10), True, 1.0),
+        (50, 100, math.sqrt(30 * 10), True, 10.0),
+    ],
+    ids=["DataLens 1", "DataLens 10", "G-PATE 1", "G-PATE 10"],
+)
+def test_published_noise_lasts_for_the_published_rounds(
+    rounds, noise, bound, non_negative, claimed
+):
+    """Worst-case accounting of the published noise and rounds stays below what was claimed."""
+    line = PlannedRelease(name="votes", kind="votes", count=rounds, dimension=1)
+    z = multiplier(noise=noise, bound=bound, non_negative=non_negative)
+    assert 0.5 * claimed < epsilon_of(Plan((line,)), z, 1e-5, "pld") < claimed
