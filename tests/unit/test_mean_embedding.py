@@ -12,7 +12,14 @@ from door import LOOSE, a_vault
 from understudy.data.images import labelled_images
 from understudy.errors import InvalidSettings
 from understudy.methods.dp_hp import DPHP, DPHPConfig, Hermite, hermite_features, largest_norm
-from understudy.methods.dp_merf import DPMERF, DPMERFConfig, embedding_distance, random_features
+from understudy.methods.dp_merf import (
+    DPMERF,
+    DPMERFConfig,
+    drawn_frequencies,
+    embedding_distance,
+    random_features,
+    unbiased_distance,
+)
 from understudy.methods.fitting import class_means, shares_of
 from understudy.methods.method import configure
 from understudy.privacy.plan import Budget, PublicFacts
@@ -25,13 +32,17 @@ def images(count: int = 20, seed: int = 0) -> torch.Tensor:
     return torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_random_features_are_a_gaussian_kernel():
+@pytest.mark.parametrize("scales", [[5.0], [20.0, 5.0, 1.25]])
+def test_random_features_are_a_mean_of_gaussian_kernels(scales):
     generator = torch.Generator().manual_seed(1)
-    frequencies = torch.randn(20_000, 64, generator=generator) / math.sqrt(5.0)
+    frequencies = drawn_frequencies(
+        30_000, 64, scale=scales[0], finer=len(scales) - 1, generator=generator
+    )
     features = random_features(images(6), frequencies)
     assert torch.allclose(features.norm(dim=1), torch.ones(6))
     pixels = images(6).flatten(1)
-    kernel = torch.exp(-torch.cdist(pixels, pixels).square() / (2 * 5.0))
+    squares = torch.cdist(pixels, pixels).square()
+    kernel = torch.stack([torch.exp(-squares / (2 * scale)) for scale in scales]).mean(0)
     assert torch.allclose(features @ features.T, kernel, atol=0.03)
 
 
@@ -88,6 +99,28 @@ def test_the_distance_of_a_set_from_itself_is_zero():
     assert hermite(some, (labels + 1) % 3, known) > 1e-6
 
 
+def test_few_images_estimate_the_distance_of_many_without_bias():
+    frequencies = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) / 3
+    pool, private = images(600, seed=1), images(600, seed=2) * 0.9
+    labels = torch.arange(600) % 3
+    target = class_means(random_features(private, frequencies), labels, 3)
+    known = {"frequencies": frequencies, "target": target, "shares": torch.full((3,), 1 / 3)}
+    whole = unbiased_distance(pool, labels, known)
+    few = list(zip(pool.split(6), labels.split(6), strict=True))  # two of each class
+    unbiased = torch.stack([unbiased_distance(*some, known) for some in few])
+    biased = torch.stack([embedding_distance(*some, known) for some in few])
+    error = unbiased.std() / math.sqrt(len(few))
+    assert (unbiased.mean() - whole).abs() < 3 * error
+    assert biased.mean() - whole > 10 * error
+
+
+def test_a_class_with_one_image_or_none_has_a_finite_distance():
+    frequencies = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    known = {"frequencies": frequencies, "target": torch.zeros(3, 10), "shares": torch.ones(3) / 3}
+    found = unbiased_distance(images(3).requires_grad_(), torch.tensor([0, 0, 1]), known)
+    assert found.isfinite()
+
+
 def test_shares_are_positive_and_add_up():
     shares = shares_of(torch.tensor([[30.0], [10.0], [-2.0]]))
     assert sum(shares) == pytest.approx(1)
@@ -116,11 +149,13 @@ def run(method, config, ledger, tmp_path, *, counts=(40, 40, 40), budget=None):
     ("method", "config"),
     [
         (DPMERF, DPMERFConfig(steps=150, features=200, scale=10, images_per_class=20)),
+        (DPMERF, DPMERFConfig(steps=150, features=300, scale=10, finer=2, unbiased=True,
+                              images_per_class=20)),
         (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, images_per_class=20, hidden=50)),
         (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, pairs=0, generator="conv",
                           images_per_class=20, hidden=50)),
     ],
-    ids=["dp-merf", "dp-hp", "dp-hp without products"],
+    ids=["dp-merf", "dp-merf of three kernels, unbiased", "dp-hp", "dp-hp without products"],
 )  # fmt: skip
 def test_without_noise_classes_are_learned(method, config, ledger, tmp_path):
     made = run(method, config, ledger, tmp_path)
@@ -164,3 +199,9 @@ def test_length_scale_follows_the_number_of_pixels():
 def test_senseless_settings_are_refused(bad):
     with pytest.raises(InvalidSettings, match=next(iter(bad))):
         DPHPConfig(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"finer": -1}, {"code": 0}, {"scale": math.inf}])
+def test_senseless_settings_of_dp_merf_are_refused(bad):
+    with pytest.raises(InvalidSettings, match=next(iter(bad))):
+        DPMERFConfig(**bad)
