@@ -15,6 +15,7 @@ METHODS = {
     "dp-merf": "understudy.methods.dp_merf:DPMERF",
     "dp-hp": "understudy.methods.dp_hp:DPHP",
     "dp-mepf": "understudy.methods.dp_mepf:DPMEPF",
+    "gs-wgan": "understudy.methods.gs_wgan:GSWGAN",
 }
 
 

@@ -27,7 +27,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from understudy.errors import PlanViolation
-from understudy.privacy.plan import Plan
+from understudy.privacy.plan import REPLACING, Plan
 from understudy.privacy.sealed import Sealed
 
 SAMPLER_REACH = 10.0
@@ -136,9 +136,14 @@ def tail_delta(plan: Plan, noise_multiplier: float) -> float:
     1 / noise_multiplier over d coordinates, shifts up to t add at most sqrt(d) * r * g(t) / t (g is
     convex, Cauchy-Schwarz), the larger ones r**2 * max g(s) / s**2 over [t, r]; g(s) / s**2 falls,
     then rises, so its maximum is at an end. The sum over both is minimised over t.
+
+    Where a sampled part is replaced by another there are three boxes, around none, one and the
+    other. They are at most r apart, and an outcome has two of them to fall out of: twice the bound.
     """
     return sum(
-        line.count * _tail_per_release(line.dimension, 1 / (noise_multiplier * line.noise_ratio))
+        (2 if line.kind in REPLACING else 1)
+        * line.count
+        * _tail_per_release(line.dimension, 1 / (noise_multiplier * line.noise_ratio))
         for line in plan
     )
 
