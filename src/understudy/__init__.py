@@ -2,7 +2,7 @@
 
 >>> import understudy
 >>> sorted(understudy.METHODS)
-['dp-hp', 'dp-mepf', 'dp-merf', 'psg']
+['dp-hp', 'dp-mepf', 'dp-merf', 'gs-wgan', 'psg']
 """
 
 from __future__ import annotations

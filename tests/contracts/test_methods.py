@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from door import LOOSE, a_vault, some_images
-from understudy.errors import BudgetRefused, Interrupted
+from understudy.errors import BudgetRefused, Interrupted, InvalidSettings
 from understudy.methods import METHODS, load_method
 from understudy.methods.method import configure
 from understudy.privacy.curator import Pace
@@ -29,8 +29,21 @@ TINY = {
         "code": 3,
         "count_ratio": 2.0,
     },
+    "gs-wgan": {
+        "images_per_class": 3,
+        "critics": 5,
+        "asked": 2.5,
+        "steps": 4,
+        "batch": 6,
+        "width": 4,
+        "critic_width": 2,
+        "warm_up": 2,
+    },
     "dp-hp": {**FEW, "sum_order": 4, "product_order": 2, "pairs": 3, "count_ratio": 2.0},
 }
+
+ABANDONED = {"gs-wgan"}
+"""Methods whose critics are not kept: a run that was cut off is not taken up again."""
 
 
 def injected() -> InjectedRandomness:
@@ -43,7 +56,8 @@ def injected() -> InjectedRandomness:
 
 class World:
     def __init__(self, name, ledger, folder, **data):
-        self.vault = a_vault(ledger, some_images(60, **data))
+        terms = {"max_per_unit": 3} if "units" in data else {}
+        self.vault = a_vault(ledger, some_images(60, **data), **terms)
         self.configured = configure(load_method(name), self.vault.facts, 10, settings=TINY[name])
         self.name, self.ledger, self.folder = name, ledger, folder
 
@@ -104,8 +118,25 @@ def test_the_seed_decides_neither_batches_nor_noise(world):
     assert not torch.equal(*sets)
 
 
-def test_resumes_where_it_stopped(world):
+@pytest.fixture(params=[name for name in METHODS if name not in ABANDONED])
+def kept_world(request, ledger, tmp_path):
+    return World(request.param, ledger, tmp_path)
+
+
+@pytest.mark.parametrize("name", ABANDONED)
+def test_what_cannot_be_resumed_says_so_and_stays_charged(name, ledger, tmp_path):
+    world = World(name, ledger, tmp_path)
+    pace = Pace(seconds=0.0, should_stop=lambda: True)
+    with pytest.raises(Interrupted):
+        world.method().run(world.open("run", pace=pace), Progress())
+    with pytest.raises(InvalidSettings, match="start a new run"):
+        world.method().run(world.open("run"), Progress())
+    assert ledger.run("run")["state"] == "reserved"
+
+
+def test_resumes_where_it_stopped(kept_world):
     """Stopped after every checkpoint and resumed, it ends with the plan exactly used up."""
+    world = kept_world
     for _ in range(100):
         stops = iter([False, True])
         pace = Pace(seconds=0.0, should_stop=lambda stops=stops: next(stops, True))
@@ -119,8 +150,9 @@ def test_resumes_where_it_stopped(world):
     assert made.images.shape[1:] == world.vault.facts.shape
 
 
-def test_resuming_changes_nothing_but_fresh_draws(world):
+def test_resuming_changes_nothing_but_fresh_draws(kept_world):
     """With the same draws, a run cut in two gives the same set as one in a piece."""
+    world = kept_world
     whole = world.method().run(world.open("whole", randomness=injected()), Progress()).images
     draws = injected()
     stops = iter([False, False, True])

@@ -32,7 +32,12 @@ def seeded(seed=0):
 
 
 def a_network(name, shape=(1, 8, 8), classes=3) -> GeneratorNetwork:
-    small = {"conv": {"hidden": 20}, "dense": {"hidden": (20, 30)}, "resnet": {"width": 4}}
+    small = {
+        "conv": {"hidden": 20},
+        "dense": {"hidden": (20, 30)},
+        "pixel-norm": {"width": 4},
+        "resnet": {"width": 4},
+    }
     return GENERATORS[name](shape, classes, **small[name])
 
 
@@ -317,7 +322,7 @@ def edited(content, *, without=None, **changes):
         ({"format": 2}, "format 2.*reads 1; use a newer version"),
         ({"format": 0}, "format 0"),
         ({"format": "x"}, "not the file of a generator"),
-        ({"network": "diffusion"}, "'diffusion'.*conv, dense, resnet"),
+        ({"network": "diffusion"}, "'diffusion'.*conv, dense, pixel-norm, resnet"),
         ({"config": {"shape": [1, 8, 8]}}, "classes"),
         ({"config": {"shape": [1, 8, 8], "classes": 3, "hidden": 21}}, "params/0.bias"),
         ({"config": {"shape": "abc", "classes": 3}}, "not the file of a generator"),

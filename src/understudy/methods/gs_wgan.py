@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.func import grad
+from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
 from understudy.methods.fitting import FEW_UNITS
@@ -61,7 +63,6 @@ class GSWGANConfig:
     critic_steps: int = setting(1, "Steps of all critics per step of the generator.")
     critic_width: int = setting(16, "Channels of a critic's first maps.")
     critic_depth: int = setting(3, "Convolutions of a critic.")
-    penalty: float = setting(0.0, "Weight of the critics' gradient penalty; 0 for none.")
     warm_up: int = setting(100, "Steps of all critics before the first of the generator.")
 
     def __post_init__(self) -> None:
@@ -72,12 +73,12 @@ class GSWGANConfig:
         check_positive(self, "asked", "clip_norm", "lr", "critic_lr")
         if self.asked > self.critics:
             raise InvalidSettings(
-                f"{self.asked:g} critics are to be asked of {self.critics}; lower asked"
+                f"asked is {self.asked:g}, expected at most the number of critics, {self.critics}"
             )
         if not 0 <= self.ema < 1:
             raise InvalidSettings(f"ema is {self.ema:g}, expected at least 0 and below 1")
-        if self.penalty < 0 or self.warm_up < 0:
-            raise InvalidSettings("penalty and warm_up are expected to be 0 or more")
+        if self.warm_up < 0:
+            raise InvalidSettings(f"warm_up is {self.warm_up}, expected 0 or more")
 
     @property
     def rate(self) -> float:
@@ -111,12 +112,12 @@ class EnsembleCritics:
         network = Critic(
             facts.shape, facts.classes, width=config.critic_width, depth=config.critic_depth
         )
-        self.curator, self.config, self.learning = curator, config, Learning(network, config.penalty)
+        self.curator, self.config, self.learning = curator, config, Learning(network)
         starts = [
             self.learning.start(network.init(public_generator(seed, "critic", number)))
             for number in range(config.critics)
         ]
-        stacked = torch.utils._pytree.tree_map(lambda *w: torch.stack(w).to(device), *starts)
+        stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves).to(device), *starts)
         self.ensemble = curator.ensemble(stacked, members=config.critics)
         self.lr = torch.full((), config.critic_lr, device=device)
         self.steps = 0
@@ -139,10 +140,9 @@ class EnsembleCritics:
 
 @dataclass(frozen=True)
 class Learning:
-    """How one critic learns; applied to all under `vmap`."""
+    """How one critic learns, and what it says; applied to all under `vmap`."""
 
     network: Critic
-    penalty: float = 0.0
 
     def start(self, params: Params) -> CriticState:
         """Return a critic that has seen nothing."""
@@ -177,21 +177,23 @@ class Learning:
         return self.network(weights, images, labels).sum() / math.sqrt(len(images))
 
 
-def _paper(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
+def _paper(_: PublicFacts, __: float, ___: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
 def _small(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings for a thousand small images."""
-    critics = min(given.get("critics", 100), facts.units)
+    """Return settings for a thousand small images: critics with a dozen records each."""
+    critics = given.get("critics", max(1, min(100, facts.units // 4)))
     return {
         "images_per_class": 200,
         "critics": critics,
         "asked": critics / 4,
-        "steps": 500,
-        "critic_width": 8,
-        "critic_depth": 2,
+        "steps": 300,
+        "batch": 20,
+        "ema": 0.98,
+        "code": 3,
         "width": 16,
+        "critic_depth": 1,
     }
 
 
@@ -233,10 +235,11 @@ class GSWGAN:
         )
 
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
-        """Warm the critics up, then let generator and critics take turns."""
+        """Train on critics that live in this process."""
         return self.train(EnsembleCritics(curator, self.config, seed=self.seed), curator, progress)
 
     def train(self, critics: Critics, curator: Curator, progress: Progress) -> SyntheticSet:
+        """Warm the critics up, let them and the generator take turns, draw the set."""
         config, device = self.config, curator.engine.device
         params = moved(self.network.init(public_generator(self.seed, "network")), device)
         moments, average = ADAM.start(params), params
@@ -252,8 +255,8 @@ class GSWGAN:
             slopes = torch.autograd.grad(images, list(leaves.values()), -advice)  # scores go up
             params, moments = ADAM.step(params, dict(zip(leaves, slopes, strict=True)), moments, lr)
             kept = min(config.ema, 1 - 1 / (step + 1))
-            average = {n: torch.lerp(params[n], old, kept) for n, old in average.items()}
-            curator.checkpoint(step + 1, average)
+            average = {name: torch.lerp(params[name], old, kept) for name, old in average.items()}
+            curator.checkpoint(step + 1, average, partial(self._drawn, average))
         return self._drawn(average)
 
     def _batch(self, device: torch.device, purpose: str, step: int) -> tuple[Tensor, Tensor]:

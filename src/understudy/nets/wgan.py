@@ -1,8 +1,8 @@
-"""The critic of GS-WGAN: it scores images, a slope of at most about 1, and knows their class.
+"""The critic of GS-WGAN: it scores images of a class, with a slope of at most about 1.
 
-Written for one critic as pure functions without a convolution: `F.unfold` and matrix products,
-which `vmap` turns into batched matrix products where a convolution of its own for each of a
-thousand critics would be slow. Both derivatives that a gradient penalty needs go through.
+Written for one critic, as pure functions without a convolution: patches and matrix products, which
+`vmap` turns into batched matrix products, where a convolution of its own for each of a thousand
+critics would be slow.
 """
 
 from __future__ import annotations
@@ -118,4 +118,4 @@ def _halved(side: int) -> int:
 
 
 def _unit(vector: Tensor) -> Tensor:
-    return vector / torch.linalg.vector_norm(vector).clamp(min=SMALLEST_NORM)
+    return F.normalize(vector, dim=0, eps=SMALLEST_NORM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -55,10 +55,9 @@ def sample_gradient(
     """
     if not (bound > 0 and math.isfinite(bound)):
         raise PlanViolation(f"a gradient's bound is {bound:g}, expected a positive finite number")
-    slope = grad(loss, argnums=1)
 
     def ask(state: Any, public: tuple[Tensor, Tensor]) -> Tensor:
-        return slope(state, *public).flatten()
+        return cast(Tensor, grad(loss, argnums=1)(state, *public)).flatten()
 
     chosen = access.randomness.choose(ensemble.members, access.sampling_rate)
     noise = access.randomness.normal(images.numel())
