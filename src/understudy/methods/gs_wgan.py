@@ -188,12 +188,13 @@ def _small(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, 
         "images_per_class": 200,
         "critics": critics,
         "asked": critics / 4,
-        "steps": 300,
-        "batch": 20,
+        "steps": 600,
+        "batch": 10,
         "ema": 0.98,
         "code": 3,
         "width": 16,
         "critic_depth": 1,
+        "critic_lr": 3e-3,
     }
 
 
