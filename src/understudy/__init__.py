@@ -2,7 +2,7 @@
 
 >>> import understudy
 >>> sorted(understudy.METHODS)
-['datalens', 'dp-hp', 'dp-mepf', 'dp-merf', 'g-pate', 'pate-gan', 'psg']
+['datalens', 'dp-hp', 'dp-mepf', 'dp-merf', 'g-pate', 'gs-wgan', 'pate-gan', 'psg']
 """
 
 from __future__ import annotations

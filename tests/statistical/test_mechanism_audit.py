@@ -19,6 +19,7 @@ from understudy.privacy.records import Records
 from understudy.privacy.releases.class_sums import class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
+from understudy.privacy.releases.sample_gradient import sample_gradient
 from understudy.privacy.releases.votes import votes
 from understudy.privacy.sampling import Access
 from understudy.training.engine import Engine
@@ -91,8 +92,8 @@ SIX = PublicFacts(
 )
 
 
-def ask_votes(access: Access) -> float:
-    """The member that holds the canary turns round when it is gone."""
+def canary_ensemble(access: Access) -> Ensemble:
+    """Members whose state is how many canaries they saw."""
     made = Ensemble(access.records, SIX, torch.zeros(3), members=3, at_once=2)
 
     def learn(seen, images, labels, counts, public):
@@ -100,10 +101,25 @@ def ask_votes(access: Access) -> float:
         return seen + is_canary.sum()
 
     made.learn(learn, torch.arange(2))
+    return made
+
+
+def ask_votes(access: Access) -> float:
+    """The member that holds the canary turns round when it is gone."""
+    made = canary_ensemble(access)
     said = votes(
         access, made, lambda seen, public: 1e6 * (2 * seen - 1)[None], None, dimension=1, bound=0.5
     )
     return said.item()
+
+
+def ask_sample_gradient(access: Access) -> float:
+    """The same member wants an image brighter with the canary, and darker without it."""
+    return sample_gradient(
+        access, canary_ensemble(access),
+        lambda seen, images, labels: 1e6 * (2 * seen - 1) * images.sum(),
+        torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64), bound=0.5,
+    ).item()  # fmt: skip
 
 
 ASK = {
@@ -111,6 +127,7 @@ ASK = {
     "class_sums": ask_class_sums,
     "histogram": ask_histogram,
     "votes": ask_votes,
+    "sample_gradient": ask_sample_gradient,
 }
 
 

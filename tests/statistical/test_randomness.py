@@ -34,12 +34,13 @@ def noise_of(kind: str, ledger, folder, count: int = 40) -> tuple[np.ndarray, fl
     """Return what a release adds to a known sum, and the claimed standard deviation."""
     data = some_images(50)
     vault = a_vault(ledger, data)
-    bound = {"gradient": 0.25, "class_sums": 2.0, "histogram": 1.0, "votes": 3.0}[kind]
+    bound = {"class_sums": 2.0, "histogram": 1.0, "votes": 3.0}.get(kind, 0.25)
     zero = features_of(lambda image: torch.zeros(64), bound=bound)
     blocks = zero.blocks if kind == "class_sums" else ()
     curator = open_curator(ledger, folder, vault=vault, kind=kind, count=count, blocks=blocks)
-    claimed = curator.calibration.noise_multiplier * (2 * bound if kind == "votes" else bound)
-    members = curator.ensemble(torch.zeros(10, 64), members=10) if kind == "votes" else None
+    of_members = kind in ("votes", "sample_gradient")
+    claimed = curator.calibration.noise_multiplier * (2 * bound if of_members else bound)
+    members = curator.ensemble(torch.zeros(10, 64), members=10) if of_members else None
     draws = []
     for _ in range(count):
         if kind == "gradient":
@@ -54,12 +55,22 @@ def noise_of(kind: str, ledger, folder, count: int = 40) -> tuple[np.ndarray, fl
             said = curator.votes(members, lambda state, _: state, dimension=64, bound=bound)
             draws.append(said)
             curator.checkpoint(1, {})
+        elif kind == "sample_gradient":
+            images, labels = torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.int64)
+            mean = curator.sample_gradient(
+                members, lambda state, images, _: state @ images.flatten(), images, labels,
+                bound=bound,
+            )  # fmt: skip
+            draws.append(10 * mean.flatten())
+            curator.checkpoint(1, {})
         else:
             draws.append(curator.histogram() - torch.from_numpy(np.bincount(data.labels)))
     return torch.cat(draws).numpy(), claimed
 
 
-@pytest.mark.parametrize("kind", ["gradient", "class_sums", "histogram", "votes"])
+@pytest.mark.parametrize(
+    "kind", ["gradient", "class_sums", "histogram", "votes", "sample_gradient"]
+)
 def test_noise_scale_is_accepted_and_other_scales_rejected(kind, ledger, tmp_path):
     count = 400 if kind == "histogram" else 40
     noise, claimed = noise_of(kind, ledger, tmp_path, count)

@@ -94,6 +94,20 @@ def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
     for stack in Tripwire.reads:
         assert is_under(stack, "understudy", "privacy", "ensemble.py")
 
+    Tripwire.reads = []
+    curator = open_curator(ledger, tmp_path, vault=vault, kind="sample_gradient")
+    members = curator.ensemble(torch.zeros(4), members=4)
+    members.learn(lambda state, images, labels, exist, public: images.mean(), torch.arange(2))
+    learned = len(Tripwire.reads)
+    assert learned
+    for stack in Tripwire.reads:
+        assert is_under(stack, "understudy", "privacy", "ensemble.py")
+    curator.sample_gradient(
+        members, lambda state, images, labels: state * images.sum(), torch.zeros(2, 1, 8, 8),
+        torch.zeros(2), bound=1.0,
+    )  # fmt: skip
+    assert len(Tripwire.reads) == learned, "a critic's answer comes from what it learned alone"
+
     for disclose in (disclose_hold_out, disclose_training_records):
         Tripwire.reads = []
         disclose(vault, ledger, purpose="test")

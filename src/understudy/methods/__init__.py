@@ -18,6 +18,7 @@ METHODS = {
     "datalens": "understudy.methods.datalens:DataLens",
     "g-pate": "understudy.methods.g_pate:GPATE",
     "pate-gan": "understudy.methods.pate_gan:PATEGAN",
+    "gs-wgan": "understudy.methods.gs_wgan:GSWGAN",
 }
 
 

@@ -27,6 +27,8 @@ FIRST_MAP = 4
 """Sides of the first maps of a residual generator are at most this."""
 DECONV_BOUND = 0.05 * math.sqrt(3)
 """Of weights before training: a standard deviation of 0.05."""
+SMALL_START = 0.1
+"""What the last layer of a generator that starts grey is multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,40 @@ def _doubled(inputs: int, outputs: int) -> nn.Module:
     return nn.ConvTranspose2d(inputs, outputs, 5, stride=2, padding=2, output_padding=1)
 
 
+@dataclass(frozen=True)
+class PixelNormGenerator(GeneratorNetwork):
+    """A generator like the small one of GS-WGAN: a linear layer, then doublings and convolutions.
+
+    Its norms are of one pixel's channels, so an image never depends on its batch.
+    """
+
+    code: int = 10
+    width: int = 64
+    """Channels of the last maps; the first have two or four times as many."""
+    doublings: int = 2
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw fresh parameters; a small last layer, so that first images are grey."""
+        params = draw(skeleton(self), generator, bound=xavier_bound)
+        last = list(params)[-2]
+        return params | {last: SMALL_START * params[last]}
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        height, width = (-(-side // 2**self.doublings) for side in self.shape[1:])
+        channels = [self.width * 2**number for number in range(self.doublings, -1, -1)]
+        layers: list[nn.Module] = [
+            nn.Linear(self._features, channels[0] * height * width),
+            nn.Unflatten(1, (channels[0], height, width)), nn.ReLU(), PixelNorm(),
+        ]  # fmt: skip
+        for inputs, outputs in pairwise(channels):
+            height, width = 2 * height, 2 * width
+            doubled = nn.Upsample(scale_factor=2)
+            layers += [doubled, nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), PixelNorm()]
+        layers += [nn.Conv2d(channels[-1], self.shape[0], 3, padding=1), nn.Sigmoid()]
+        return self._cropped(layers, (height, width))
+
+
 def batch_norm(features: int, keeps: bool) -> nn.Module:
     """Normalise features over a batch; statistics that are kept are averages over all batches."""
     return nn.BatchNorm1d(features, momentum=None, track_running_stats=keeps)
@@ -263,6 +299,14 @@ def doubling_block(inputs: int, outputs: int, keeps: bool) -> nn.Module:
         nn.Conv2d(outputs, outputs, 3, padding=1),
     )  # fmt: skip
     return Sum(body, nn.Sequential(nn.Conv2d(inputs, outputs, 1), nn.Upsample(scale_factor=2)))
+
+
+class PixelNorm(nn.Module):
+    """Divide each pixel's channels by their root mean square."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Keep the shape (n, c, h, w)."""
+        return maps / (maps.square().mean(1, keepdim=True) + 1e-8).sqrt()
 
 
 class CentreCrop(nn.Module):
@@ -290,6 +334,7 @@ GENERATORS: dict[str, type[GeneratorNetwork]] = {
     "conv": ConvGenerator,
     "deconv": DeconvGenerator,
     "dense": DenseGenerator,
+    "pixel-norm": PixelNormGenerator,
     "resnet": ResnetGenerator,
 }
 """Name -> network; the names stand in files."""

@@ -4,6 +4,11 @@ Every mechanism here is a Gaussian on a bounded sum, either over all units or ov
 of them. Under the zero-out relation its dominating pair is that of add/remove: N(0, z^2) against (1
 - q) N(0, z^2) + q N(1, z^2), in both orders, so dp_accounting's ADD_OR_REMOVE_ONE applies.
 
+In a Poisson sample of members of an ensemble nobody's part vanishes: one member's answer becomes
+another. There the pair is that of replacement, (1 - q) N(0, z^2) + q N(1/2, z^2) against (1 - q)
+N(0, z^2) + q N(-1/2, z^2), which is its own reverse; `releases/sample_gradient.py` has the proof.
+A pair that dominates all hockey-stick divergences dominates Rényi's, so both accountants apply.
+
 Within a run the plan is fixed ahead: privacy-loss distributions (PLD) compose it tightly. Across
 runs the next plan may depend on earlier results, so admission against a lifetime budget uses a
 Rényi filter of one fixed order (Feldman and Zrnic, 2021), which allows plans to be chosen
@@ -22,12 +27,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import dp_accounting
-from dp_accounting import pld, rdp
+import numpy as np
+from dp_accounting import NeighboringRelation as Relation
+from dp_accounting import rdp
+from dp_accounting.pld import privacy_loss_distribution as pld
+from numpy.typing import NDArray
 from scipy.optimize import brentq
+from scipy.special import logsumexp
 
 from understudy.errors import InvalidSettings, StorageError
 from understudy.files import canonical_json, make_directory, write_file
-from understudy.privacy.plan import Accountant, Budget, Plan
+from understudy.privacy.plan import REPLACING, Accountant, Budget, Plan
 from understudy.privacy.randomness import tail_delta
 
 # The library warns of each Rényi order that it leaves out; leaving one out is sound and expected.
@@ -41,6 +51,8 @@ FILTER_TAIL_SHARE = 0.1
 """Share of a data set's delta that the tails of all its runs together may take."""
 INTERVAL, COARSE_INTERVAL = 1e-4, 1e-3
 LARGEST_LOG_MULTIPLIER = 14.0
+QUADRATURE_REACH, MOST_POINTS, ROUNDED_UP = 12.0, 10**7, 1e-12
+"""Standard deviations beyond the outermost peaks, points, and what is added to a divergence."""
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
@@ -56,22 +68,107 @@ class Calibration:
     accountant: Accountant
 
 
-def _event(plan: Plan, noise_multiplier: float) -> dp_accounting.DpEvent:
-    """Describe `plan` to dp_accounting; un-subsampled Gaussians become one, exactly."""
-    events: list[dp_accounting.DpEvent] = []
+@dataclass(frozen=True)
+class _Gaussians:
+    """Equal Gaussian releases, in a row."""
+
+    multiplier: float
+    rate: float = 1.0
+    count: int = 1
+    replaces: bool = False
+    """Whether what a unit changes in a sample becomes something else instead of nothing."""
+
+
+def _gaussians(plan: Plan, noise_multiplier: float) -> list[_Gaussians]:
+    """Return what `plan` releases; un-subsampled Gaussians become one, exactly."""
+    found: list[_Gaussians] = []
     precision = 0.0
     for line in plan:
         multiplier = noise_multiplier * line.noise_ratio
         if line.sampling_rate == 1:
             precision += line.count / multiplier**2
             continue
-        sampled = dp_accounting.PoissonSampledDpEvent(
-            line.sampling_rate, dp_accounting.GaussianDpEvent(multiplier)
-        )
-        events.append(dp_accounting.SelfComposedDpEvent(sampled, line.count))
+        replaces = line.kind in REPLACING
+        found.append(_Gaussians(multiplier, line.sampling_rate, line.count, replaces))
     if precision:
-        events.append(dp_accounting.GaussianDpEvent(precision**-0.5))
-    return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+        found.append(_Gaussians(precision**-0.5))
+    return found
+
+
+def _the_only_whole(gaussians: list[_Gaussians]) -> float | None:
+    """Return the multiplier of a single un-subsampled Gaussian: there is a formula for that."""
+    return gaussians[0].multiplier if len(gaussians) == 1 and gaussians[0].rate == 1 else None
+
+
+def _losses(gaussians: Iterable[_Gaussians], interval: float) -> pld.PrivacyLossDistribution:
+    """Compose privacy-loss distributions."""
+    total = pld.identity(value_discretization_interval=interval)
+    for part in gaussians:
+        one = pld.from_gaussian_mechanism(
+            part.multiplier,
+            sensitivity=0.5 if part.replaces else 1.0,
+            sampling_prob=part.rate,
+            value_discretization_interval=interval,
+            neighboring_relation=Relation.REPLACE_ONE
+            if part.replaces
+            else Relation.ADD_OR_REMOVE_ONE,
+        )
+        total = total.compose(one.self_compose(part.count) if part.count > 1 else one)
+    return total
+
+
+def _renyi(gaussians: Iterable[_Gaussians], orders: Sequence[float] | None = None) -> _Curve:
+    """Add up Rényi divergences by order; the library's default orders if none are given."""
+    accountant = rdp.RdpAccountant(orders=orders)
+    replaced = np.zeros(len(accountant.orders))
+    for part in gaussians:
+        if part.replaces:
+            replaced += part.count * np.array(
+                [replaced_divergence(part.rate, part.multiplier, a) for a in accountant.orders]
+            )
+            continue
+        event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(part.multiplier)
+        if part.rate < 1:
+            event = dp_accounting.PoissonSampledDpEvent(part.rate, event)
+        accountant.compose(dp_accounting.SelfComposedDpEvent(event, part.count))
+    return _Curve(accountant.orders, accountant.rdp + replaced)
+
+
+@dataclass(frozen=True, eq=False)
+class _Curve:
+    """Rényi divergences by order."""
+
+    orders: NDArray[np.float64]
+    divergences: NDArray[np.float64]
+
+    def epsilon(self, delta: float) -> float:
+        return float(rdp.compute_epsilon(self.orders, self.divergences, delta)[0])
+
+
+def replaced_divergence(rate: float, noise_multiplier: float, order: float) -> float:
+    """Bound the Rényi divergence of one Poisson-sampled Gaussian whose sampled part is replaced.
+
+    That of (1 - q) N(0, z^2) + q N(1/2, z^2) from (1 - q) N(0, z^2) + q N(-1/2, z^2), by the
+    trapezoidal rule, whose error for so smooth an integrand is far below double precision; the
+    rounding is rounded up. Never more than without sampling, where the pair is N(0, z^2) against
+    N(1, z^2).
+    """
+    unsampled = order / (2 * noise_multiplier**2)
+    shift = 0.5 / noise_multiplier
+    # Its narrowest peak has this width or more; the last peak is where P / Q pays most.
+    step = 0.5 / math.sqrt(1 + order * shift**2 / 4)
+    low, high = -shift - QUADRATURE_REACH, order * shift + QUADRATURE_REACH
+    if (high - low) / step > MOST_POINTS:
+        return unsampled
+    at = np.arange(low, high, step)
+    stay = np.log1p(-rate) - at**2 / 2
+    upper, lower = (
+        np.logaddexp(stay, math.log(rate) - (at - side * shift) ** 2 / 2) for side in (1, -1)
+    )
+    log_integral = logsumexp(upper + (order - 1) * (upper - lower)) + math.log(
+        step / math.sqrt(2 * math.pi)
+    )
+    return float(min(unsampled, max(0.0, log_integral) / (order - 1) + ROUNDED_UP))
 
 
 def epsilon_curve(
@@ -93,17 +190,14 @@ def epsilon_curve(
     """
     if noise_multiplier == 0:
         return [math.inf] * len(deltas)
-    event = _event(plan, noise_multiplier)
-    if accountant == "pld" and isinstance(event, dp_accounting.GaussianDpEvent):
-        sigma = event.noise_multiplier
+    gaussians = _gaussians(plan, noise_multiplier)
+    if accountant == "renyi":
+        curve = _renyi(gaussians)
+        return [curve.epsilon(delta) for delta in deltas]
+    if (sigma := _the_only_whole(gaussians)) is not None:
         return [float(dp_accounting.get_epsilon_gaussian(sigma, delta)) for delta in deltas]
-    composed = (
-        pld.PLDAccountant(value_discretization_interval=interval)
-        if accountant == "pld"
-        else rdp.RdpAccountant()
-    )
-    composed.compose(event)
-    return [float(composed.get_epsilon(delta)) for delta in deltas]
+    losses = _losses(gaussians, interval)
+    return [float(losses.get_epsilon_for_delta(delta)) for delta in deltas]
 
 
 def epsilon_of(
@@ -183,10 +277,9 @@ def _calibrated_multiplier(
 
 def _search(plan: Plan, budget: Budget, delta: float) -> float:
     """Return a noise multiplier at or just above the one that spends epsilon exactly."""
-    event = _event(plan, 1.0)
-    if budget.accountant == "pld" and isinstance(event, dp_accounting.GaussianDpEvent):
-        sigma = dp_accounting.get_sigma_gaussian(budget.epsilon, delta)
-        return float(sigma / event.noise_multiplier)
+    whole = _the_only_whole(_gaussians(plan, 1.0))
+    if budget.accountant == "pld" and whole is not None:
+        return float(dp_accounting.get_sigma_gaussian(budget.epsilon, delta) / whole)
     aim = budget.epsilon - min(EPSILON_TOLERANCE, budget.epsilon / 100) / 2
 
     def excess(log: float, accountant: Accountant, interval: float = COARSE_INTERVAL) -> float:
@@ -243,19 +336,17 @@ def renyi_divergence(plan: Plan, noise_multiplier: float, order: int) -> float:
     """Return the Rényi divergence bound of `plan` at one order."""
     if noise_multiplier == 0:
         return math.inf
-    accountant = rdp.RdpAccountant(orders=[order])
-    accountant.compose(_event(plan, noise_multiplier))
-    return float(accountant.rdp[0])
+    return float(_renyi(_gaussians(plan, noise_multiplier), [order]).divergences[0])
 
 
 def composed_epsilon(runs: Iterable[tuple[Plan, float]], delta: float) -> float:
     """Return the Rényi total of several runs at `delta`, as if their plans had been fixed ahead."""
-    accountant = rdp.RdpAccountant()
+    gaussians: list[_Gaussians] = []
     for plan, noise_multiplier in runs:
         if noise_multiplier == 0:
             return math.inf
-        accountant.compose(_event(plan, noise_multiplier))
-    return float(accountant.get_epsilon(delta))
+        gaussians += _gaussians(plan, noise_multiplier)
+    return _renyi(gaussians).epsilon(delta)
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,13 @@ from understudy.privacy.ensemble import Ensemble
 from understudy.privacy.ensemble import State as MemberState
 from understudy.privacy.gradients import Loss
 from understudy.privacy.group import Group
-from understudy.privacy.plan import Kind, Plan, PublicFacts, joint_bound
+from understudy.privacy.plan import OF_ENSEMBLES, Kind, Plan, PublicFacts, joint_bound
 from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records
 from understudy.privacy.releases.class_sums import Embedding, class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
+from understudy.privacy.releases.sample_gradient import SampleLoss, sample_gradient
 from understudy.privacy.releases.votes import votes
 from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
@@ -99,7 +100,7 @@ class Curator(Sealed):
         self._part_kept = self._part()
         self._ensembles: list[Ensemble] = []
         self._has_voted_before = any(
-            blocks.committed[line.name] for line in plan if line.kind == "votes"
+            blocks.committed[line.name] for line in plan if line.kind in OF_ENSEMBLES
         )
 
     # Releases
@@ -188,16 +189,47 @@ class Curator(Sealed):
             is_non_negative: whether votes are, which allows less noise.
             release: its name in the plan.
         """
-        if not ensemble.holds(self._records):
-            raise PlanViolation(
-                "an ensemble was asked that holds other records than this run is charged for; make "
-                "it with the same curator"
-            )
+        self._check_own(ensemble)
         access = self._open(release, "votes", dimension=dimension, bound=bound)
         return votes(
             access, ensemble, ask, public, own,
             dimension=dimension, bound=bound, is_non_negative=is_non_negative,
         )  # fmt: skip
+
+    def sample_gradient(
+        self,
+        ensemble: Ensemble,
+        loss: SampleLoss,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        bound: float,
+        release: str = "sample_gradient",
+    ) -> Tensor:
+        """Return the noisy mean of members' gradients by generated images, shaped like these.
+
+        A few members are asked, chosen in secret at the planned rate. The mean is over the expected
+        number of them. The release stays sound only as long as members learn on a public schedule,
+        asked or not; `Ensemble.learn` knows no other.
+
+        Args:
+            ensemble: the members.
+            loss: maps a member's state, all images and all labels to a number.
+            images: generated, the same for all members.
+            labels: of the images.
+            bound: L2 norm that a member's gradient by all images is scaled to, at most.
+            release: its name in the plan.
+        """
+        self._check_own(ensemble)
+        access = self._open(release, "sample_gradient", dimension=images.numel(), bound=bound)
+        return sample_gradient(access, ensemble, loss, images, labels, bound=bound)
+
+    def _check_own(self, ensemble: Ensemble) -> None:
+        if not ensemble.holds(self._records):
+            raise PlanViolation(
+                "an ensemble was asked that holds other records than this run is charged for; make "
+                "it with the same curator"
+            )
 
     def histogram(self, *, release: str = "histogram") -> Tensor:
         """Return the noisy number of records of each class (classes,)."""

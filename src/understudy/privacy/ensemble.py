@@ -1,10 +1,11 @@
 """An ensemble: many networks behind the door, each fitted to a shard of units of its own.
 
 Members learn from records without noise, so what they know is as private as the records: it is
-sealed, and only the release `votes` reads it. Its proof rests on isolation. A unit is in one shard;
-which one follows from its slot alone, so emptying a slot changes no other unit's shard. A member's
-state is a function of its own shard and of what is public: the functions that a method hands over
-are written for one member, and are applied to all of them under `vmap`, where none sees another.
+sealed, and only the releases `votes` and `sample_gradient` read it. Their proofs rest on isolation.
+A unit is in one shard; which one follows from its slot alone, so emptying a slot changes no other
+unit's shard. A member's state is a function of its own shard and of what is public: the functions
+that a method hands over are written for one member, and are applied to all of them under `vmap`,
+where none sees another. All members learn whenever one does, so no state tells who was asked.
 """
 
 from __future__ import annotations
@@ -80,16 +81,25 @@ class Ensemble(Sealed):
             after = apply(before, images, labels, counts, public)
             pytree.tree_map(_write, before, after)
 
-    def answers(self, ask: Callable[..., Tensor], public: Any, own: Any = None) -> Iterator[Tensor]:
+    def answers(
+        self,
+        ask: Callable[..., Tensor],
+        public: Any,
+        own: Any = None,
+        *,
+        chosen: Tensor | None = None,
+    ) -> Iterator[Tensor]:
         """Yield what members answer, chunk by chunk. Only releases may call it.
 
         Args:
             ask: maps a member's state, what is public, and its part of `own`, to its answer.
             public: the same for all members.
             own: public too, another for each: tensors with the members in front.
+            chosen: which members to ask, by number; all by default.
         """
         apply = one_by_one(ask, in_dims=(0, None) if own is None else (0, None, 0))
-        for chunk in self._chunks():
+        chunks = self._chunks() if chosen is None else self._parts(chosen)
+        for chunk in chunks:
             its_own = () if own is None else (_of(own, chunk),)
             yield apply(_of(self._state, chunk), public, *its_own)
 
@@ -107,6 +117,9 @@ class Ensemble(Sealed):
         for start in range(0, self.members, self._at_once):
             yield slice(start, min(self.members, start + self._at_once))
 
+    def _parts(self, chosen: Tensor) -> Iterator[Tensor]:
+        return (part for part in torch.split(chosen, self._at_once) if len(part))
+
 
 def shards(units: int, members: int) -> Tensor:
     """Return the slots of each member (members, slots): every slot at most once.
@@ -117,7 +130,7 @@ def shards(units: int, members: int) -> Tensor:
     return order[: units // members * members].view(members, -1)
 
 
-def _of(tree: Any, chunk: slice) -> Any:
+def _of(tree: Any, chunk: slice | Tensor) -> Any:
     """Return some members' part of what is stacked."""
     return pytree.tree_map(lambda leaf: leaf[chunk], tree)
 

@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 from understudy.errors import InvalidSettings, PlanViolation
 
-Kind = Literal["gradient", "class_sums", "histogram", "votes"]
+Kind = Literal["gradient", "class_sums", "histogram", "votes", "sample_gradient"]
+OF_ENSEMBLES: frozenset[Kind] = frozenset({"votes", "sample_gradient"})
+"""Kinds whose answers come from what members learned, which no run survives."""
+REPLACING: frozenset[Kind] = frozenset({"sample_gradient"})
+"""Kinds that sample members: emptying a unit's slot turns a sampled answer into another."""
 Accountant = Literal["pld", "renyi"]
 RELATION = "zero-out"
 

@@ -27,7 +27,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from understudy.errors import PlanViolation
-from understudy.privacy.plan import Plan
+from understudy.privacy.plan import REPLACING, Plan, PlannedRelease
 from understudy.privacy.sealed import Sealed
 
 SAMPLER_REACH = 10.0
@@ -136,11 +136,20 @@ def tail_delta(plan: Plan, noise_multiplier: float) -> float:
     1 / noise_multiplier over d coordinates, shifts up to t add at most sqrt(d) * r * g(t) / t (g is
     convex, Cauchy-Schwarz), the larger ones r**2 * max g(s) / s**2 over [t, r]; g(s) / s**2 falls,
     then rises, so its maximum is at an end. The sum over both is minimised over t.
+
+    Where a sampled part u is replaced by v there are three boxes, around 0, u and v, u and v up to
+    r apart and r / 2 from 0. A part that was not sampled must not leave the box of v; one that was,
+    neither the box of 0 nor that of v: in all the bound for r / 2, and q times that for r.
     """
-    return sum(
-        line.count * _tail_per_release(line.dimension, 1 / (noise_multiplier * line.noise_ratio))
-        for line in plan
-    )
+    return sum(line.count * _tail_of(line, noise_multiplier * line.noise_ratio) for line in plan)
+
+
+def _tail_of(line: PlannedRelease, noise_multiplier: float) -> float:
+    whole = _tail_per_release(line.dimension, 1 / noise_multiplier)
+    if line.kind not in REPLACING or line.sampling_rate == 1:
+        return whole
+    half = _tail_per_release(line.dimension, 0.5 / noise_multiplier)
+    return half + line.sampling_rate * whole
 
 
 def _tail_per_release(dimension: int, radius: float) -> float:

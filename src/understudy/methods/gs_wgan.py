@@ -1,0 +1,290 @@
+"""GS-WGAN (Chen, Orekondy, Fritz; NeurIPS 2020): critics see the data, the generator their advice.
+
+Each critic learns to tell its own few records from generated images, without noise, and is never
+released. What is released is how a few critics, chosen in secret, would change a batch of
+generated images: the gradient by these images alone, bounded and noisy. The generator goes on from
+there by the chain rule, which touches no record.
+
+Private access: one `sample_gradient` release for each step of the generator.
+Deviations: see docs/methods/gs-wgan.md; the published accounting does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.utils import _pytree as pytree
+
+from understudy.errors import InvalidSettings
+from understudy.methods.fitting import FEW_UNITS, filled, leaves_of
+from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
+from understudy.nets.generators import PixelNormGenerator
+from understudy.nets.params import Params, moved
+from understudy.nets.released import Generator
+from understudy.nets.wgan import Critic
+from understudy.privacy.curator import Curator
+from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
+from understudy.progress import Progress
+from understudy.provenance import PublicInput
+from understudy.seeds import public_generator
+from understudy.synthetic import SyntheticSet
+from understudy.training.adam import Adam, AdamState
+
+ADAM = Adam(betas=(0.5, 0.9))
+DRIFT = 1e-3
+"""Weight of the squared scores of real images, which keeps scores near zero."""
+NOISE_KEPT = 0.5
+"""Of the images that critics warm up on, how much is noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSWGANConfig:
+    """Settings of GS-WGAN."""
+
+    images_per_class: int = setting(6000, "Synthetic images per class.")
+    critics: int = setting(1000, "Critics, each with an equal share of the units.")
+    asked: float = setting(40.0, "Critics asked per step, on average.")
+    clip_norm: float = setting(0.1, "Bound on a critic's gradient by all images of a batch.")
+    steps: int = setting(2000, "Steps of the generator.")
+    batch: int = setting(16, "Images generated per step.")
+    lr: float = setting(1e-3, "Learning rate of the generator.")
+    ema: float = setting(0.999, "How much of the averaged generator stays, each step.")
+    code: int = setting(10, "Length of the generator's random code.")
+    width: int = setting(32, "Channels of the generator's last maps.")
+    critic_lr: float = setting(1e-3, "Learning rate of the critics.")
+    critic_batch: int = setting(32, "Records that a critic learns from at a time.")
+    critic_steps: int = setting(1, "Steps of all critics per step of the generator.")
+    critic_width: int = setting(16, "Channels of a critic's first maps.")
+    critic_depth: int = setting(3, "Convolutions of a critic.")
+    warm_up: int = setting(100, "Steps of all critics before the first of the generator.")
+
+    def __post_init__(self) -> None:
+        check_at_least_one(
+            self, "images_per_class", "critics", "steps", "batch", "code", "width", "critic_batch",
+            "critic_steps", "critic_width", "critic_depth",
+        )  # fmt: skip
+        check_positive(self, "asked", "clip_norm", "lr", "critic_lr")
+        if self.asked > self.critics:
+            raise InvalidSettings(
+                f"asked is {self.asked:g}, expected at most the number of critics, {self.critics}"
+            )
+        if not 0 <= self.ema < 1:
+            raise InvalidSettings(f"ema is {self.ema:g}, expected at least 0 and below 1")
+        if self.warm_up < 0:
+            raise InvalidSettings(f"warm_up is {self.warm_up}, expected 0 or more")
+
+    @property
+    def rate(self) -> float:
+        """Probability that a critic is asked."""
+        return self.asked / self.critics
+
+
+class Critics(Protocol):
+    """The critics, wherever they live. All they are told is public."""
+
+    def advance(self, images: Tensor, labels: Tensor, turn: int) -> None:
+        """Let every critic learn from its own records against these generated images.
+
+        Args:
+            images: generated.
+            labels: their classes.
+            turn: how often they learned before.
+        """
+
+    def gradient(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the sanitised mean gradient of the critics' scores by the images."""
+
+
+class CriticState(NamedTuple):
+    """What a critic is: private, but for its start."""
+
+    params: Params
+    directions: Params
+    moments: AdamState
+
+
+class EnsembleCritics:
+    """Critics in this process, behind the curator's door."""
+
+    def __init__(self, curator: Curator, config: GSWGANConfig, *, seed: int) -> None:
+        facts, device = curator.facts, curator.engine.device
+        network = Critic(
+            facts.shape, facts.classes, width=config.critic_width, depth=config.critic_depth
+        )
+        self.curator, self.config, self.learning = curator, config, Learning(network)
+        starts = [
+            self.learning.start(network.init(public_generator(seed, "critic", number)))
+            for number in range(config.critics)
+        ]
+        stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves).to(device), *starts)
+        self.ensemble = curator.ensemble(stacked, members=config.critics)
+        self.lr = torch.full((), config.critic_lr, device=device)
+
+    def advance(self, images: Tensor, labels: Tensor, turn: int) -> None:
+        """Let every critic take some steps, each on the next records of its shard."""
+        shard, steps = self.ensemble.shard, self.config.critic_steps
+        batch = min(self.config.critic_batch, shard)
+        for step in range(turn * steps, (turn + 1) * steps):
+            positions = (torch.arange(batch) + step * batch) % shard
+            self.ensemble.learn(self.learning, positions, (images, labels, self.lr))
+
+    def gradient(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Ask a few critics, in secret, how to change the images."""
+        return self.curator.sample_gradient(
+            self.ensemble, self.learning.mean_score, images, labels, bound=self.config.clip_norm
+        )
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How one critic learns, and what it says; applied to all under `vmap`."""
+
+    network: Critic
+
+    def start(self, params: Params) -> CriticState:
+        """Return a critic that has seen nothing."""
+        return CriticState(params, self.network.directions(params), ADAM.start(params))
+
+    def __call__(
+        self, state: CriticState, images: Tensor, labels: Tensor, exist: Tensor, public: Any
+    ) -> CriticState:
+        """Take one step of Adam; the records are the critic's own."""
+        generated, given, lr = public
+
+        def loss(params: Params) -> tuple[Tensor, Params]:
+            weights, directions = self.network.normalised(params, state.directions)
+            real, fake = (
+                self.network(weights, *pair) for pair in ((images, labels), (generated, given))
+            )
+            share = exist / exist.sum().clamp(min=1)
+            # Each class of generated images weighs what it does among the records: a critic must
+            # not take a class for generated because its few records have none of it.
+            same = (given[:, None] == labels).to(share.dtype)
+            weight = (same / same.sum(0).clamp(min=1)) @ share
+            gap = weight @ fake - share @ real + DRIFT * (share @ real.square())
+            return gap, directions
+
+        slopes, directions = grad(loss, has_aux=True)(state.params)
+        params, moments = ADAM.step(state.params, slopes, state.moments, lr)
+        return CriticState(params, directions, moments)
+
+    def mean_score(self, state: CriticState, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the images' scores, summed and scaled so that its slope is at most about 1."""
+        weights, _ = self.network.normalised(state.params, state.directions)
+        return self.network(weights, images, labels).sum() / math.sqrt(len(images))
+
+
+def _paper(_: PublicFacts, __: float, ___: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _small(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings for a thousand small images: critics with a dozen records each."""
+    critics = given.get("critics", max(1, min(100, facts.units // 4)))
+    return {
+        "images_per_class": 200,
+        "critics": critics,
+        "asked": critics / 4,
+        "steps": 600,
+        "batch": 10,
+        "ema": 0.98,
+        "code": 3,
+        "width": 16,
+        "critic_depth": 1,
+        "critic_lr": 3e-3,
+    }
+
+
+class GSWGAN:
+    """A generator that follows the noisy advice of critics."""
+
+    config: GSWGANConfig
+    config_class: ClassVar[type] = GSWGANConfig
+    summary: ClassVar[str] = "a generator trained on noisy gradients of many small critics"
+    presets: ClassVar[dict[str, Preset]] = {
+        "paper": Preset(_paper, "nothing: the paper's own settings have no usable guarantee"),
+        "small": Preset(_small, "digits (scikit-learn), including its test split"),
+    }
+    public_inputs: Sequence[PublicInput] = ()
+
+    @staticmethod
+    def default_preset(facts: PublicFacts) -> str:
+        """Choose `small` for few units."""
+        return "small" if facts.units < FEW_UNITS else "paper"
+
+    def __init__(self, config: GSWGANConfig, facts: PublicFacts, *, seed: int) -> None:
+        self.config, self.facts, self.seed = config, facts, seed
+        self.network = PixelNormGenerator(
+            facts.shape, facts.classes, code=config.code, width=config.width
+        )
+
+    def plan(self) -> Plan:
+        """One `sample_gradient` for each step."""
+        return Plan(
+            (
+                PlannedRelease(
+                    name="sample_gradient",
+                    kind="sample_gradient",
+                    count=self.config.steps,
+                    dimension=self.config.batch * math.prod(self.facts.shape),
+                    sampling_rate=self.config.rate,
+                ),
+            )
+        )
+
+    def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
+        """Train on critics that live in this process."""
+        return self.train(EnsembleCritics(curator, self.config, seed=self.seed), curator, progress)
+
+    def train(self, critics: Critics, curator: Curator, progress: Progress) -> SyntheticSet:
+        """Warm the critics up, let them and the generator take turns, draw the set."""
+        config, device = self.config, curator.engine.device
+        params = moved(self.network.init(public_generator(self.seed, "network")), device)
+        state = params, ADAM.start(params), params
+        done, saved = curator.restore()
+        params, moments, average = filled(state, cast(Params, saved["state"])) if done else state
+        lr = torch.full((), config.lr, device=device)
+        for turn in range(0 if done else config.warm_up):
+            critics.advance(*self._warm_up_batch(params, turn), turn)
+        for step in progress.steps(range(done, config.steps), spent=curator.epsilon_spent):
+            codes, labels = self._batch(device, "codes", step)
+            leaves = {name: weight.detach().requires_grad_() for name, weight in params.items()}
+            images = self.network(leaves, codes, labels)
+            critics.advance(images.detach(), labels, config.warm_up + step)
+            advice = critics.gradient(images.detach(), labels)
+            slopes = torch.autograd.grad(images, list(leaves.values()), -advice)  # scores go up
+            params, moments = ADAM.step(params, dict(zip(leaves, slopes, strict=True)), moments, lr)
+            kept = min(config.ema, 1 - 1 / (step + 1))
+            average = {name: torch.lerp(params[name], old, kept) for name, old in average.items()}
+            kept_state = {"state": leaves_of((params, moments, average))}
+            curator.checkpoint(step + 1, kept_state, partial(self._drawn, average))
+        return self._drawn(average)
+
+    def _batch(self, device: torch.device, purpose: str, step: int) -> tuple[Tensor, Tensor]:
+        """Return codes and labels of a step; classes take turns."""
+        codes = self.network.codes(self.config.batch, public_generator(self.seed, purpose, step))
+        labels = torch.arange(self.config.batch) + step * self.config.batch
+        return codes.to(device), (labels % max(1, self.facts.classes)).to(device)
+
+    @torch.no_grad()
+    def _warm_up_batch(self, params: Params, step: int) -> tuple[Tensor, Tensor]:
+        """Return images of the untrained generator under noise: so wrong that all critics agree."""
+        device = next(iter(params.values())).device
+        codes, labels = self._batch(device, "warm-up", step)
+        drawn = public_generator(self.seed, "warm-up noise", step)
+        noise = torch.rand((self.config.batch, *self.facts.shape), generator=drawn).to(device)
+        return torch.lerp(self.network(params, codes, labels), noise, NOISE_KEPT), labels
+
+    def _drawn(self, params: Params) -> SyntheticSet:
+        """Draw the set, and keep the generator with it."""
+        released = Generator(self.network, params, statistics={})
+        count = self.config.images_per_class
+        images, labels = released.sample(per_class=count, seed=self.seed)
+        return SyntheticSet(images, labels, self.facts.class_names, generator=released)
