@@ -56,4 +56,4 @@ def train(critics, out, *, rounds=300, rate=0.5):
 
 def short(critics, out):
     """For `flwr run`: enough rounds for something to happen in between."""
-    train(critics, out, rounds=25)
+    train(critics, out, rounds=20)

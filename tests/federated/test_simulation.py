@@ -9,9 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="needs the extra 'federated': make test-federated")
-
 from federation import BATCH, a_client, digits, train
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
@@ -63,7 +60,7 @@ def test_twenty_clients_finish_300_rounds_in_five_minutes(tmp_path):
     assert bool(images.isfinite().all())
     assert all(client.rounds_left == 0 for client in grid.clients.values())
     said = critics.statement()
-    assert said["rounds"] == said["rounds_with_all_answers"] == 300
+    assert said["rounds"] == said["rounds_with_all_clients"] == 300
     own = grid.clients[1].statement()["server_view"]
     assert 9.9 < own["epsilon"] <= 10
 
@@ -132,6 +129,25 @@ def test_a_retry_of_a_round_is_byte_identical_and_charged_once(tmp_path):
     assert client.rounds_answered == 1
 
 
+def test_a_round_that_nobody_answers_is_sent_again_under_its_name(tmp_path, monkeypatch):
+    grid = a_grid(tmp_path, 2)
+    critics, lost = FederatedCritics(grid, clients=2, patience=0.3), []
+    deliver = grid.pull_messages
+
+    def lose_the_first(identities):
+        replies = deliver(identities)
+        if len(lost) < 2:
+            lost.extend(reply.content["arrays"]["slope"].data for reply in replies)
+            return []
+        return replies
+
+    monkeypatch.setattr(grid, "pull_messages", lose_the_first)
+    sum_of_both = 2 * critics.gradient(*a_question()).flatten().double()
+    assert [client.rounds_answered for client in grid.clients.values()] == [1, 1]
+    first = sum(torch.frombuffer(bytearray(data), dtype=torch.float32).double() for data in lost)
+    assert torch.allclose(sum_of_both, first, rtol=1e-5)
+
+
 def test_only_those_chosen_are_charged_but_all_learn(tmp_path):
     grid = a_grid(tmp_path, 4)
     before = {n: c._ensemble._state["first"].clone() for n, c in grid.clients.items()}
@@ -154,6 +170,16 @@ def test_the_server_states_both_views(tmp_path):
         return said["answers"][0]["outside"]["epsilon"]
 
     assert outside(1) < outside(5)
+
+
+def test_a_round_with_a_client_out_of_reach_is_not_counted_as_sampled(tmp_path):
+    grid = a_grid(tmp_path, 2)
+    critics = FederatedCritics(grid, clients=2, asked=1, patience=0.2)
+    critics._fill_seats()
+    del grid.clients[2]
+    critics._choice = type("First", (), {"sample": lambda self, seats, count: seats[:count]})()
+    critics.gradient(*a_question())
+    assert (critics.rounds, critics.complete_rounds) == (1, 0)
 
 
 @pytest.mark.parametrize("asked", [0, 3])

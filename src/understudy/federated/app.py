@@ -14,6 +14,7 @@ from understudy.federated.server import FederatedCritics
 from understudy.files import make_directory, write_json
 from understudy.progress import Progress
 
+STATEMENT, FAILED = "federated.json", "failed.json"
 APP = """[project]
 name = "understudy-federation"
 version = "1.0.0"
@@ -24,8 +25,8 @@ license = "MIT"
 publisher = "understudy"
 
 [tool.flwr.app.components]
-serverapp = "federation:server"
-clientapp = "federation:client"
+serverapp = "understudy_server:server"
+clientapp = "understudy_server:client"
 
 [tool.flwr.app.config]
 train = ""
@@ -34,7 +35,11 @@ clients = 0
 asked = 0
 patience = 60.0
 """
-MODULE = "from understudy.federated.app import client, server\n"
+MODULE = """from understudy.federated import app
+
+server = app.server
+client = app.client
+"""
 
 
 def named(reference: str) -> Any:
@@ -61,6 +66,15 @@ def main(grid: Any, context: Any) -> None:
     settings = context.run_config
     out = Path(str(settings["out"]))
     make_directory(out)
+    try:
+        critics = _train(grid, settings, out)
+    except Exception as error:
+        write_json(out / FAILED, {"message": str(error)})
+        raise
+    write_json(out / STATEMENT, critics.statement())
+
+
+def _train(grid: Any, settings: Any, out: Path) -> FederatedCritics:
     critics = FederatedCritics(
         grid,
         clients=int(settings["clients"]),
@@ -69,7 +83,7 @@ def main(grid: Any, context: Any) -> None:
         progress=Lines(),
     )
     named(str(settings["train"]))(critics, out)
-    write_json(out / "federated.json", critics.statement())
+    return critics
 
 
 server = ServerApp()

@@ -141,7 +141,7 @@ def _handle(client: Client, received: Any, callbacks: Any) -> None:
     if len(identities) > MOST_OBJECTS:
         raise InvalidSettings(f"a message has {len(identities)} parts; the server is wrong")
     meter = _Meter(lambda identity: pull(run, identity))
-    contents = pull_objects(identities, meter.pull)
+    contents = pull_objects(identities, meter.pull, initial_backoff=SECONDS_BETWEEN)
     confirm(run, tree.object_id)
     message = inflate_object_from_contents(tree.object_id, contents)
     if not isinstance(message, Message):

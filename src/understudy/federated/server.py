@@ -6,8 +6,11 @@ A client that is gone, or declines, is missed in the sum and does not stop the r
 
 from __future__ import annotations
 
+import queue
 import secrets
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,9 @@ LEFT_OUT = 10
 """Rounds for which a client that did not answer in time is not asked."""
 ATTEMPTS = 3
 """Times that a round is sent if nobody answers; whoever did gets the same name, so answers once."""
-SECONDS_BETWEEN = 0.05
+SECONDS_TO_COME = 60
+"""For all clients to come at first, or `patience` if that is longer."""
+SECONDS_BETWEEN, MOST_SECONDS_BETWEEN = 0.05, 0.5
 
 
 @dataclass
@@ -49,7 +54,7 @@ class FederatedCritics:
         clients: how many take part.
         asked: how many of them are asked in each round, chosen secretly; by default all. The others
             learn as well: what a critic knows must not show when it was asked.
-        patience: seconds to wait for answers, and for all clients to come at first.
+        patience: seconds to wait for answers.
         progress: where to say who is missing.
     """
 
@@ -95,8 +100,9 @@ class FederatedCritics:
         total, answered = torch.zeros(images.numel(), dtype=torch.float64), 0
         for _ in range(ATTEMPTS):
             self._fill_seats()
-            for seat, answer in self._send(name, every, their_labels, chosen):
-                if answer.slope is None:
+            heard = self._send(name, every, their_labels, chosen)
+            for seat, answer in heard:
+                if answer.slope is None or not any(seat is one for one in chosen):
                     continue
                 if answer.slope.shape != total.shape or not bool(answer.slope.isfinite().all()):
                     seat.declined = "it sent something else than a slope"
@@ -106,6 +112,8 @@ class FederatedCritics:
                 seat.answers += 1
             if answered:
                 break
+            for seat in self._seats:  # with nobody else to go on with, all are tried again
+                seat.back_in = 0
         else:
             raise ProcessLost(
                 f"no client answered round {self.rounds}: {self._reasons()}; see to the clients, "
@@ -113,13 +121,14 @@ class FederatedCritics:
             )
         self._to_learn.clear()
         self.rounds += 1
-        self.complete_rounds += answered == self.asked
+        # Had one of those not asked been out of reach, the others would have been asked more often.
+        self.complete_rounds += answered == self.asked and len(heard) == len(self._seats)
         return (total / self.asked).to(images.dtype).view(images.shape).to(images.device)
 
     def _send(
         self, name: str, images: Tensor, labels: Tensor, chosen: list[Seat]
     ) -> list[tuple[Seat, Answer]]:
-        """Send a round to all clients there are; return what those that were asked say in time."""
+        """Send a round to all clients there are; return what they say in time, asked or not."""
         seats = [s for s in self._seats if s.node and not s.declined and s.back_in <= self.rounds]
         messages = []
         for seat in seats:
@@ -134,17 +143,39 @@ class FederatedCritics:
             for identity, seat in zip(self._grid.push_messages(messages), seats, strict=True)
             if identity
         }
-        answers, end = [], time.monotonic() + self._patience
-        while waiting and time.monotonic() < end:
-            for reply in self._grid.pull_messages(list(waiting)):
-                seat = waiting.pop(reply.metadata.reply_to_message_id)
-                if (answer := self._read(seat, reply)) is not None:
-                    answers.append((seat, answer))
-            if waiting:
-                time.sleep(SECONDS_BETWEEN)
+        answers = []
+        for identity, reply in self._replies(list(waiting)):
+            seat = waiting.pop(identity)
+            if (answer := self._read(seat, reply)) is not None:
+                answers.append((seat, answer))
         for seat in waiting.values():
             self._miss(seat, "did not answer in time")
         return answers
+
+    def _replies(self, identities: list[str]) -> Iterator[tuple[str, Any]]:
+        """Yield the replies that come in time, by the message that they reply to.
+
+        Each is awaited by a thread of its own: for a client that was killed while it sent, Flower
+        waits minutes for what is missing.
+        """
+        end, came = time.monotonic() + self._patience, queue.SimpleQueue[tuple[str, Any]]()
+
+        def wait(identity: str) -> None:
+            pause = SECONDS_BETWEEN
+            while time.monotonic() < end:
+                for reply in self._grid.pull_messages([identity]):
+                    came.put((identity, reply))
+                    return
+                time.sleep(pause)
+                pause = min(1.5 * pause, MOST_SECONDS_BETWEEN)
+
+        for identity in identities:
+            threading.Thread(target=wait, args=(identity,), daemon=True).start()
+        for _ in identities:
+            try:
+                yield came.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                return
 
     def _read(self, seat: Seat, reply: Any) -> Answer | None:
         if reply.has_error():
@@ -169,7 +200,7 @@ class FederatedCritics:
 
     def _fill_seats(self) -> None:
         """Give free seats, and those whose client is gone, to clients that have none."""
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + max(self._patience, SECONDS_TO_COME)
         while True:
             here = set(self._grid.get_node_ids())
             new = sorted(here - {seat.node for seat in self._seats})
@@ -196,7 +227,7 @@ class FederatedCritics:
             "clients": len(self._seats),
             "asked_per_round": self.asked,
             "rounds": self.rounds,
-            "rounds_with_all_answers": self.complete_rounds,
+            "rounds_with_all_clients": self.complete_rounds,
             "answers": [self._views(seat) for seat in self._seats],
         }
 

@@ -276,7 +276,7 @@ def epsilon_of_sampled_clients(
     Args:
         clients: how many there are.
         asked: how many of them are chosen, anew and secretly, in each round.
-        rounds: rounds in which all that were chosen answered.
+        rounds: rounds in which all could be chosen, and all that were answered.
         other_rounds: the other rounds, counted as if this client had answered them all.
         noise_multiplier: each answer's noise / the distance of any two answers.
         delta: where to evaluate.
