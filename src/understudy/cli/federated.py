@@ -98,9 +98,10 @@ def client(
         serve(one, server, certificate=root_certificates, key=key)
     said = one.statement()
     write_json(statement, said)
+    spent = said["server_view"]["epsilon"]
+    cost = "no guarantee" if spent is None else f"epsilon {spent:.4g} against the server"
     out.result(
-        f"answered {said['rounds_answered']} of {rounds} rounds: epsilon "
-        f"{said['server_view']['epsilon']} against the server ({statement})",
+        f"answered {said['rounds_answered']} of {rounds} rounds: {cost} ({statement})",
         **said,
     )
 

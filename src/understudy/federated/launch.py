@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def _connection(federation: Federation) -> str:
     return "\n".join(lines) + "\n"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _superlink(federation: Federation, out: Path) -> Iterator[subprocess.Popen[bytes]]:
     host, _, port = federation.address.rpartition(":")
     command = [_program("flower-superlink"), "--host", host.strip("[]"), "--port", port]
@@ -111,8 +111,9 @@ def _superlink(federation: Federation, out: Path) -> Iterator[subprocess.Popen[b
     if federation.client_keys:
         command += ["--enable-supernode-auth"]
     link = subprocess.Popen(
-        command, env=_environment(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        command, env=_environment(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
     try:
         yield link
     finally:
