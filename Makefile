@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 # Say what is printed, not what is run.
 .SILENT:
-.PHONY: demo test check setup browser clean
+.PHONY: demo test test-federated check setup browser clean
 
 setup: .venv/ready
 
@@ -42,6 +42,16 @@ browser:
 test: check browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Flower pins versions of what the rest needs too, so it has an environment of its own.
+test-federated: .venv-federated/ready
+	.venv-federated/bin/python -m pytest tests/federated
+
+.venv-federated/ready: pyproject.toml
+	echo "setting up .venv-federated (once, a minute or two)"
+	test -x .venv-federated/bin/python || $(PYTHON) -m venv .venv-federated
+	.venv-federated/bin/python -m pip install --quiet --disable-pip-version-check -e ".[federated]" pytest
+	touch $@
+
 check: setup
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
@@ -49,4 +59,4 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-federated .mypy_cache .ruff_cache .pytest_cache

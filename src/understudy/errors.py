@@ -60,6 +60,12 @@ class PlanExhausted(PlanViolation):
     """A release was asked for more often than planned."""
 
 
+class RoundDeclined(UnderstudyError):
+    """A client does not answer a round. The message tells nothing private: the server gets it."""
+
+    exit_code = 3
+
+
 class AttemptsExhausted(UnderstudyError):
     """A block was started too often without ever being committed."""
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "fetch": "Get a known public data set, such as mnist, or weights of a public network.",
     "pretrain": "Train an encoder on public images, for methods that use one.",
     "reproduce": "Make a paper's table again, measured beside published.",
+    "federated": "Train with images that stay with their owners, over Flower.",
     "methods": "List the methods, or the settings of one.",
 }
 INTERRUPTED = {"evaluate": "see --missing", "pretrain": "nothing was written"}

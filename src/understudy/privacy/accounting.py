@@ -349,6 +349,43 @@ def composed_epsilon(runs: Iterable[tuple[Plan, float]], delta: float) -> float:
     return _renyi(gaussians).epsilon(delta)
 
 
+def epsilon_of_sampled_clients(
+    *,
+    clients: int,
+    asked: int,
+    rounds: int,
+    other_rounds: int,
+    noise_multiplier: float,
+    delta: float,
+) -> float:
+    """Return the epsilon of one client's data being replaced, for who cannot see who was asked.
+
+    A client that is not asked sends no noise either, so the number of answers shows. It must be
+    fixed: with exactly `asked` of `clients` chosen, another client's answer, with noise of its own,
+    stands where this one's would. That is sampling without replacement.
+
+    Args:
+        clients: how many there are.
+        asked: how many of them are chosen, anew and secretly, in each round.
+        rounds: rounds in which all could be chosen, and all that were answered.
+        other_rounds: the other rounds, counted as if this client had answered them all.
+        noise_multiplier: each answer's noise / the distance of any two answers.
+        delta: where to evaluate.
+    """
+    accountant = rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
+    )
+    answer = dp_accounting.GaussianDpEvent(noise_multiplier)
+    if asked == clients:
+        rounds, other_rounds = 0, rounds + other_rounds
+    if rounds:
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent(clients, asked, answer)
+        accountant.compose(dp_accounting.SelfComposedDpEvent(sampled, rounds))
+    if other_rounds:
+        accountant.compose(dp_accounting.SelfComposedDpEvent(answer, other_rounds))
+    return float(accountant.get_epsilon(delta))
+
+
 @dataclass(frozen=True)
 class RenyiFilter:
     """Admit runs while the sum of their Rényi divergences at one fixed order stays within a bound.

@@ -34,7 +34,7 @@ from understudy.errors import (
 from understudy.files import home, make_directory
 from understudy.privacy.plan import Plan
 
-FORMAT = 2
+FORMAT = 3
 MOST_ATTEMPTS = 100
 """Starts of one block, after which the run must be abandoned: it is no chance that kills it."""
 
@@ -64,6 +64,12 @@ CREATE TABLE images (
 ) STRICT, WITHOUT ROWID
 """
 """Keyed digests of single images, since format 2: they show that two sets share records."""
+ROUNDS_SCHEMA = """
+CREATE TABLE rounds (
+  run TEXT NOT NULL REFERENCES runs, name TEXT NOT NULL, question BLOB NOT NULL, answer BLOB,
+  answered REAL NOT NULL, PRIMARY KEY (run, name)) STRICT
+"""
+"""What a client of a federation answered, since format 3; old answers are emptied."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +192,11 @@ class Ledger:
                     run(statement)
                 run("INSERT INTO meta VALUES ('format', ?)", (b"1",))
                 run("INSERT INTO meta VALUES ('key', ?)", (secrets.token_bytes(32),))
-            if run("SELECT value FROM meta WHERE key = 'format'").fetchone()["value"] == b"1":
-                run(IMAGES_SCHEMA)
-                run("UPDATE meta SET value = ? WHERE key = 'format'", (str(FORMAT).encode(),))
+            known = int(run("SELECT value FROM meta WHERE key = 'format'").fetchone()["value"])
+            for number, added in ((2, IMAGES_SCHEMA), (3, ROUNDS_SCHEMA)):
+                if known < number:
+                    run(added)
+                    run("UPDATE meta SET value = ? WHERE key = 'format'", (str(number).encode(),))
             meta = {row["key"]: row["value"] for row in run("SELECT * FROM meta")}
         if int(meta["format"]) != FORMAT:
             raise LedgerError(
@@ -285,11 +293,12 @@ class Ledger:
         ).fetchall()
 
     def cancel(self, run_id: str) -> bool:
-        """Give a reservation back if no block was ever started; say whether it was given back."""
+        """Give a reservation back if nothing was ever released; say whether it was given back."""
         with self.transaction() as execute:
             changed = execute(
                 "UPDATE runs SET state = 'cancelled' WHERE id = ? AND state = 'reserved'"
-                " AND NOT EXISTS (SELECT 1 FROM blocks WHERE run = id)",
+                " AND NOT EXISTS (SELECT 1 FROM blocks WHERE run = id)"
+                " AND NOT EXISTS (SELECT 1 FROM rounds WHERE run = id)",
                 (run_id,),
             )
             return bool(changed.rowcount)
@@ -351,6 +360,49 @@ class Ledger:
             )
             for r in rows
         ]
+
+    # Rounds of a federation
+
+    def rounds_answered(self, run_id: str) -> int:
+        """Return how many rounds a client has answered."""
+        row = self._connection.execute("SELECT count(*) FROM rounds WHERE run = ?", (run_id,))
+        return int(row.fetchone()[0])
+
+    def answered_round(self, run_id: str, name: str) -> sqlite3.Row | None:
+        """Return what a client was asked in a round and what it answered, or None."""
+        row: sqlite3.Row | None = self._connection.execute(
+            "SELECT question, answer FROM rounds WHERE run = ? AND name = ?", (run_id, name)
+        ).fetchone()
+        return row
+
+    def keep_answer(
+        self, run_id: str, name: str, *, question: bytes, answer: bytes, most: int, kept: int
+    ) -> bool:
+        """Record an answer before it is sent; say whether it may be.
+
+        Not if the round is answered already, or `most` are: another process was faster.
+
+        Args:
+            run_id: the client's run.
+            name: of the round.
+            question: digest of what was asked.
+            answer: what will be sent, and sent again if asked again.
+            most: rounds that the run may answer.
+            kept: how many of the latest answers to keep.
+        """
+        with self.transaction() as execute:
+            changed = execute(
+                "INSERT INTO rounds SELECT ?, ?, ?, ?, ?"
+                " WHERE (SELECT count(*) FROM rounds WHERE run = ?) < ?"
+                " ON CONFLICT (run, name) DO NOTHING",
+                (run_id, name, question, answer, time.time(), run_id, most),
+            )
+            execute(
+                "UPDATE rounds SET answer = NULL WHERE run = ? AND answer IS NOT NULL AND name NOT"
+                " IN (SELECT name FROM rounds WHERE run = ? ORDER BY rowid DESC LIMIT ?)",
+                (run_id, run_id, kept),
+            )
+            return bool(changed.rowcount)
 
     # Data sets and disclosures
 

@@ -22,6 +22,7 @@ from understudy.privacy.accounting import (
 )
 from understudy.privacy.blocks import Blocks
 from understudy.privacy.briefing import Briefing, FollowingBlocks, digest, results_of
+from understudy.privacy.client import Client, Critic, Offer
 from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Charge, Ledger, Limit
@@ -29,6 +30,7 @@ from understudy.privacy.plan import Budget, Plan, PublicFacts
 from understudy.privacy.randomness import Randomness, SecretRandomness
 from understudy.privacy.records import Records
 from understudy.privacy.registration import Registration, is_registered_as
+from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
 from understudy.training.engine import Engine
 
@@ -114,20 +116,9 @@ class Vault(Sealed):
         budget.check_delta(self.facts.units, allow_large=allow_large_delta)
         source = randomness or SecretRandomness(self._engine.device)
         is_private = budget.is_private and source.is_secret
-        calibration = self._resume(run_id, plan, budget, ledger, is_private=is_private)
-        if calibration is None:
-            calibration = calibrate(plan, budget, cache=home() / "calibrations")
-            charge = Charge(
-                method=method,
-                plan=plan,
-                noise_multiplier=calibration.noise_multiplier,
-                epsilon=calibration.epsilon if is_private else None,
-                delta=budget.delta,
-                accountant=budget.accountant,
-                delta_tail=calibration.delta_tail,
-                divergence=None,
-            )
-            self._reserve(run_id, ledger, charge)
+        calibration = self._admit(
+            run_id, plan, budget, ledger, method=method, is_private=is_private
+        )
         blocks = Blocks(ledger, run_id, workspace)
         if self._group.size > 1:
             self._brief(plan, calibration, blocks)
@@ -142,6 +133,80 @@ class Vault(Sealed):
             engine=self._engine,
             group=self._group,
         )
+
+    def open_rounds(
+        self,
+        offer: Offer,
+        critic: Critic,
+        budget: Budget,
+        ledger: Ledger,
+        *,
+        run_id: str,
+        randomness: Randomness | None = None,
+    ) -> Client:
+        """Reserve all rounds that are offered, and hand out the client that answers them.
+
+        A run that the ledger knows already goes on with the rounds that are left, and a new critic.
+
+        Args:
+            offer: what a federation may ask for.
+            critic: what to fit to the records.
+            budget: the guarantee for all rounds together, against the server.
+            ledger: where the data set is registered.
+            run_id: name of this client's part in the federation.
+            randomness: for tests; anything but the default voids the guarantee.
+
+        Raises:
+            BudgetRefused: the lifetime budget does not allow the rounds.
+        """
+        budget.check_delta(self.facts.units, allow_large=False)
+        plan = offer.plan(self.facts)
+        source = randomness or SecretRandomness(self._engine.device)
+        is_private = budget.is_private and source.is_secret
+        calibration = self._admit(
+            run_id, plan, budget, ledger, method="federated", is_private=is_private
+        )
+        source.take()
+        access = Access(
+            records=self._records,
+            randomness=source,
+            units=self.facts.units,
+            classes=self.facts.classes,
+            sampling_rate=1.0,
+            noise_multiplier=calibration.noise_multiplier,
+            engine=self._engine,
+        )
+        return Client(
+            access, ledger, critic,
+            facts=self.facts, offer=offer, calibration=calibration, run_id=run_id,
+        )  # fmt: skip
+
+    def _admit(
+        self,
+        run_id: str,
+        plan: Plan,
+        budget: Budget,
+        ledger: Ledger,
+        *,
+        method: str,
+        is_private: bool,
+    ) -> Calibration:
+        """Return the noise of a plan that is reserved now, or was when the run began."""
+        calibration = self._resume(run_id, plan, budget, ledger, is_private=is_private)
+        if calibration is None:
+            calibration = calibrate(plan, budget, cache=home() / "calibrations")
+            charge = Charge(
+                method=method,
+                plan=plan,
+                noise_multiplier=calibration.noise_multiplier,
+                epsilon=calibration.epsilon if is_private else None,
+                delta=budget.delta,
+                accountant=budget.accountant,
+                delta_tail=calibration.delta_tail,
+                divergence=None,
+            )
+            self._reserve(run_id, ledger, charge)
+        return calibration
 
     def _brief(self, plan: Plan, calibration: Calibration, blocks: Blocks) -> None:
         """Tell the other processes what they need to take part."""

@@ -1,0 +1,256 @@
+"""The server's side: critics that are elsewhere. Whoever trains a generator sees only their slopes.
+
+The server divides by the number of clients that it asks, a constant, not by the number that answer.
+A client that is gone, or declines, is missed in the sum and does not stop the run.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import Message
+from torch import Tensor
+
+from understudy.errors import InvalidSettings, ProcessLost, RoundDeclined
+from understudy.federated.wire import Answer, pack_round, read_answer
+from understudy.privacy.accounting import FILTER_TAIL_SHARE, epsilon_of_sampled_clients
+from understudy.privacy.client import RELATION, Round
+from understudy.progress import Progress
+
+LEFT_OUT = 10
+"""Rounds for which a client that did not answer in time is not asked."""
+ATTEMPTS = 3
+"""Times that a round is sent if nobody answers; whoever did gets the same name, so answers once."""
+SECONDS_TO_COME = 60
+"""For all clients to come at first, or `patience` if that is longer."""
+SECONDS_BETWEEN, MOST_SECONDS_BETWEEN = 0.05, 0.5
+
+
+@dataclass
+class Seat:
+    """A client's place in the federation."""
+
+    node: int | None = None
+    back_in: int = 0
+    """Round from which it is asked again."""
+    answers: int = 0
+    declined: str = ""
+    noise_multiplier: float = 0.0
+    delta: float = 0.0
+
+
+class FederatedCritics:
+    """Ask clients for the slope of their critics' scores.
+
+    Args:
+        grid: Flower's way to the clients.
+        clients: how many take part.
+        asked: how many of them are asked in each round, chosen secretly; by default all. The others
+            learn as well: what a critic knows must not show when it was asked.
+        patience: seconds to wait for answers.
+        progress: where to say who is missing.
+    """
+
+    def __init__(
+        self,
+        grid: Any,
+        *,
+        clients: int,
+        asked: int | None = None,
+        patience: float = 60.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.asked = clients if asked is None else asked
+        if not 1 <= self.asked <= clients:
+            raise InvalidSettings(
+                f"{self.asked} of {clients} clients are to be asked in a round, expected 1 to "
+                f"{clients}; correct the settings"
+            )
+        self._grid, self._patience = grid, patience
+        self._progress = progress or Progress()
+        self._seats = [Seat() for _ in range(clients)]
+        self._session = secrets.token_hex(8)
+        self._choice = secrets.SystemRandom()
+        self._to_learn: list[tuple[Tensor, Tensor]] = []
+        self.rounds = self.complete_rounds = 0
+
+    def advance(self, images: Tensor, labels: Tensor) -> None:
+        """Let critics learn from these images: sent with the next question, in one message."""
+        self._to_learn.append((images, labels))
+
+    def gradient(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of the clients' noisy slopes by `images`, over the number asked.
+
+        Raises:
+            ProcessLost: no client answers.
+        """
+        batches = [*self._to_learn, (images, labels)]
+        stacked = (torch.stack(part).cpu() for part in zip(*batches, strict=True))
+        every, their_labels = (part.float() if part.is_floating_point() else part.long()
+                               for part in stacked)  # fmt: skip
+        name = f"{self._session}-{self.rounds}"
+        chosen = self._choice.sample(self._seats, self.asked)
+        total, answered = torch.zeros(images.numel(), dtype=torch.float64), 0
+        for _ in range(ATTEMPTS):
+            self._fill_seats()
+            heard = self._send(name, every, their_labels, chosen)
+            for seat, answer in heard:
+                if answer.slope is None or not any(seat is one for one in chosen):
+                    continue
+                if answer.slope.shape != total.shape or not bool(answer.slope.isfinite().all()):
+                    seat.declined = "it sent something else than a slope"
+                    continue
+                total += answer.slope.double()
+                answered += 1
+                seat.answers += 1
+            if answered:
+                break
+            for seat in self._seats:  # with nobody else to go on with, all are tried again
+                seat.back_in = 0
+        else:
+            raise ProcessLost(
+                f"no client answered round {self.rounds}: {self._reasons()}; see to the clients, "
+                "then start again"
+            )
+        self._to_learn.clear()
+        self.rounds += 1
+        # Had one of those not asked been out of reach, the others would have been asked more often.
+        self.complete_rounds += answered == self.asked and len(heard) == len(self._seats)
+        return (total / self.asked).to(images.dtype).view(images.shape).to(images.device)
+
+    def _send(
+        self, name: str, images: Tensor, labels: Tensor, chosen: list[Seat]
+    ) -> list[tuple[Seat, Answer]]:
+        """Send a round to all clients there are; return what they say in time, asked or not."""
+        seats = [s for s in self._seats if s.node and not s.declined and s.back_in <= self.rounds]
+        messages = []
+        for seat in seats:
+            is_asked = any(seat is one for one in chosen)
+            asked = Round(name=name, images=images, labels=labels, is_asked=is_asked)
+            message = Message(
+                pack_round(asked), seat.node, "train", ttl=2 * self._patience + 60, group_id=name
+            )
+            messages.append(message)
+        waiting = {
+            identity: seat
+            for identity, seat in zip(self._grid.push_messages(messages), seats, strict=True)
+            if identity
+        }
+        answers = []
+        for identity, reply in self._replies(list(waiting)):
+            seat = waiting.pop(identity)
+            if (answer := self._read(seat, reply)) is not None:
+                answers.append((seat, answer))
+        for seat in waiting.values():
+            self._miss(seat, "did not answer in time")
+        return answers
+
+    def _replies(self, identities: list[str]) -> Iterator[tuple[str, Any]]:
+        """Yield the replies that come in time, by the message that they reply to.
+
+        Each is awaited by a thread of its own: for a client that was killed while it sent, Flower
+        waits minutes for what is missing.
+        """
+        end, came = time.monotonic() + self._patience, queue.SimpleQueue[tuple[str, Any]]()
+
+        def wait(identity: str) -> None:
+            pause = SECONDS_BETWEEN
+            while time.monotonic() < end:
+                for reply in self._grid.pull_messages([identity]):
+                    came.put((identity, reply))
+                    return
+                time.sleep(pause)
+                pause = min(1.5 * pause, MOST_SECONDS_BETWEEN)
+
+        for identity in identities:
+            threading.Thread(target=wait, args=(identity,), daemon=True).start()
+        for _ in identities:
+            try:
+                yield came.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                return
+
+    def _read(self, seat: Seat, reply: Any) -> Answer | None:
+        if reply.has_error():
+            self._miss(seat, "cannot be reached")
+            return None
+        try:
+            answer = read_answer(reply.content)
+        except RoundDeclined as error:
+            answer = Answer(declined=str(error))
+        if answer.declined:
+            seat.declined = answer.declined
+            self._progress.say(f"{self._name(seat)} declines: {answer.declined}")
+            return None
+        seat.noise_multiplier, seat.delta = answer.noise_multiplier, answer.delta
+        return answer
+
+    def _miss(self, seat: Seat, why: str) -> None:
+        seat.back_in = self.rounds + LEFT_OUT
+        self._progress.say(
+            f"{self._name(seat)} {why} in round {self.rounds}; the next {LEFT_OUT} go without it"
+        )
+
+    def _fill_seats(self) -> None:
+        """Give free seats, and those whose client is gone, to clients that have none."""
+        end = time.monotonic() + max(self._patience, SECONDS_TO_COME)
+        while True:
+            here = set(self._grid.get_node_ids())
+            new = sorted(here - {seat.node for seat in self._seats})
+            for seat in self._seats:
+                if new and (seat.node is None or (seat.node not in here and not seat.declined)):
+                    seat.node, seat.back_in = new.pop(0), 0
+            missing = sum(seat.node is None for seat in self._seats)
+            if not missing or self.rounds or time.monotonic() > end:
+                return
+            time.sleep(SECONDS_BETWEEN)
+
+    def _name(self, seat: Seat) -> str:
+        return f"client {next(n for n, one in enumerate(self._seats) if one is seat) + 1}"
+
+    def _reasons(self) -> str:
+        reasons = {seat.declined for seat in self._seats if seat.declined}
+        return "; ".join(sorted(reasons)) or "none can be reached"
+
+    def statement(self) -> dict[str, Any]:
+        """Return how the federation went and what each client's part costs it, in two views."""
+        return {
+            "format": 1,
+            "relation": RELATION,
+            "clients": len(self._seats),
+            "asked_per_round": self.asked,
+            "rounds": self.rounds,
+            "rounds_with_all_clients": self.complete_rounds,
+            "answers": [self._views(seat) for seat in self._seats],
+        }
+
+    def _views(self, seat: Seat) -> dict[str, Any]:
+        told = {"noise_multiplier": seat.noise_multiplier, "delta": seat.delta}
+        if not (seat.noise_multiplier > 0 and 0 < seat.delta < 1):
+            return {"rounds_answered": seat.answers, "as_told_by_client": told, "outside": None}
+        outside = epsilon_of_sampled_clients(
+            clients=len(self._seats),
+            asked=self.asked,
+            rounds=self.complete_rounds,
+            other_rounds=self.rounds - self.complete_rounds,
+            noise_multiplier=seat.noise_multiplier,
+            delta=seat.delta * (1 - FILTER_TAIL_SHARE),
+        )
+        return {
+            "rounds_answered": seat.answers,
+            "as_told_by_client": told,
+            "server": {"amplification": None, "epsilon": "in the client's own statement"},
+            "outside": {
+                "epsilon": outside,
+                "condition": "the server is trusted: it chose anew and secretly in each round whom "
+                "to ask, told nobody, and lets out only what it made of the sums; who failed to "
+                "answer did not do so because of its data",
+            },
+        }
