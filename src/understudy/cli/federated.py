@@ -21,9 +21,9 @@ command = App(name="federated", help="Train with images that stay with their own
 def client(
     data: str,
     *,
-    critic: str,
     epsilon: float,
     rounds: int,
+    critic: str = "understudy.federated.gs_wgan:critic",
     server: str = "127.0.0.1:9092",
     delta: float = 1e-5,
     batch: int = 32,
@@ -44,7 +44,8 @@ def client(
     data
         Name of a known set, or path of a folder or file of images.
     critic
-        MODULE:NAME of a critic that is installed here; nothing of the server's is run.
+        MODULE:NAME of a critic that is installed here, or of a function from the images' public
+        facts to one; nothing of the server's is run.
     epsilon
         What the server may learn of these images, over all rounds together.
     rounds
@@ -72,6 +73,7 @@ def client(
     """
     _needs_flower()
     from understudy.federated.app import named
+    from understudy.federated.gs_wgan import critic_of
     from understudy.federated.node import check_address, serve
     from understudy.files import write_json
     from understudy.pipeline import load_data, register
@@ -88,7 +90,7 @@ def client(
     vault = Vault(images, register(images, ledger=book), book)
     offer = Offer(rounds=rounds, batch=batch, clip_norm=clip_norm, most_steps=most_steps)
     one = vault.open_rounds(
-        offer, named(critic), Budget(epsilon=epsilon, delta=delta), book,
+        offer, critic_of(named(critic), vault.facts), Budget(epsilon=epsilon, delta=delta), book,
         run_id=f"federated/{vault.registration.name}/{name}",
     )  # fmt: skip
     out.say(f"{one.rounds_left} of {rounds} rounds are left; waiting for {server}")
@@ -109,11 +111,13 @@ def client(
 @command.command
 def server(
     *,
-    train: str,
     clients: int,
     out: Path,
+    train: str = "understudy.federated.gs_wgan:train",
+    settings: Path | None = None,
     asked: int = 0,
     patience: float = 60.0,
+    most_steps: int = 5,
     address: str = "127.0.0.1:9092",
     certificate: Path | None = None,
     certificate_key: Path | None = None,
@@ -125,16 +129,21 @@ def server(
 
     Parameters
     ----------
-    train
-        MODULE:NAME of a function of the critics and the output folder.
     clients
         How many take part.
     out
         Folder for what is trained, and for federated.json.
+    train
+        MODULE:NAME of a function of the critics, the output folder, and what `settings` says.
+    settings
+        TOML file: for GS-WGAN shape = [channels, height, width], classes = [names], and settings of
+        `understudy methods gs-wgan`.
     asked
         Clients asked in each round, chosen secretly; 0 for all.
     patience
         Seconds to wait for answers; for all clients to come at first, a minute or more.
+    most_steps
+        Learning steps that clients take in one message, as they offer.
     address
         HOST:PORT to listen at.
     certificate
@@ -159,7 +168,8 @@ def server(
         tls = Tls(certificate=certificate, key=certificate_key, authority=authority)
     federation = Federation(
         train=train, out=out, clients=clients, asked=asked, patience=patience, address=address,
-        tls=tls, client_keys=tuple(client_keys or ()),
+        most_steps=most_steps, settings=settings.read_text() if settings else "", tls=tls,
+        client_keys=tuple(client_keys or ()),
     )  # fmt: skip
     shown: Any = make_output(output)
     shown.say(f"waiting for {clients} clients at {address}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ out = ""
 clients = 0
 asked = 0
 patience = 60.0
+most_steps = 5
+settings = ""
 """
 MODULE = """from understudy.federated import app
 
@@ -93,9 +96,11 @@ def _train(grid: Any, settings: Any, out: Path) -> FederatedCritics:
         clients=int(settings["clients"]),
         asked=int(settings["asked"]) or None,
         patience=float(settings["patience"]),
+        most_steps=int(settings["most_steps"]),
         progress=Lines(),
     )
-    named(str(settings["train"]))(critics, out)
+    given = tomllib.loads(str(settings["settings"]))
+    named(str(settings["train"]))(critics, out, **given)
     return critics
 
 

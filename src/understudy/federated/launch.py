@@ -41,6 +41,10 @@ class Federation:
     asked: int = 0
     """Clients asked in each round; 0 for all."""
     patience: float = 60.0
+    most_steps: int = 5
+    """Learning steps that clients take in one message."""
+    settings: str = ""
+    """What else `train` is given, by name: TOML."""
     address: str = "127.0.0.1:9092"
     tls: Tls | None = None
     client_keys: Sequence[Path] = ()
@@ -75,6 +79,7 @@ def run(federation: Federation) -> Path:
         settings = {
             "train": federation.train, "out": str(out), "clients": federation.clients,
             "asked": federation.asked, "patience": federation.patience,
+            "most_steps": federation.most_steps, "settings": federation.settings,
         }  # fmt: skip
         config = " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
         _flower("run", str(out / "app"), "here", "--run-config", config, out=out)

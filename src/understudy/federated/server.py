@@ -55,6 +55,7 @@ class FederatedCritics:
         asked: how many of them are asked in each round, chosen secretly; by default all. The others
             learn as well: what a critic knows must not show when it was asked.
         patience: seconds to wait for answers.
+        most_steps: learning steps that clients take in one message, as they offer.
         progress: where to say who is missing.
     """
 
@@ -65,6 +66,7 @@ class FederatedCritics:
         clients: int,
         asked: int | None = None,
         patience: float = 60.0,
+        most_steps: int = 5,
         progress: Progress | None = None,
     ) -> None:
         self.asked = clients if asked is None else asked
@@ -73,16 +75,26 @@ class FederatedCritics:
                 f"{self.asked} of {clients} clients are to be asked in a round, expected 1 to "
                 f"{clients}; correct the settings"
             )
-        self._grid, self._patience = grid, patience
+        self._grid, self._patience, self._most_steps = grid, patience, most_steps
         self._progress = progress or Progress()
         self._seats = [Seat() for _ in range(clients)]
         self._session = secrets.token_hex(8)
         self._choice = secrets.SystemRandom()
         self._to_learn: list[tuple[Tensor, Tensor]] = []
-        self.rounds = self.complete_rounds = 0
+        self.rounds = self.complete_rounds = self._lessons = 0
 
-    def advance(self, images: Tensor, labels: Tensor) -> None:
-        """Let critics learn from these images: sent with the next question, in one message."""
+    def advance(self, images: Tensor, labels: Tensor, turn: int = 0) -> None:
+        """Let critics learn from these images: sent with the next question, in one message.
+
+        What is too much for that message goes ahead of it, to all, and nobody is asked.
+        """
+        if len(self._to_learn) == self._most_steps:
+            self._fill_seats()
+            name = f"{self._session}-lesson-{self._lessons}"
+            # The last batch of a message is not learned from: it is what a question is about.
+            self._send(name, *_stacked([*self._to_learn, self._to_learn[-1]]), chosen=[])
+            self._lessons += 1
+            self._to_learn.clear()
         self._to_learn.append((images, labels))
 
     def gradient(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -91,10 +103,7 @@ class FederatedCritics:
         Raises:
             ProcessLost: no client answers.
         """
-        batches = [*self._to_learn, (images, labels)]
-        stacked = (torch.stack(part).cpu() for part in zip(*batches, strict=True))
-        every, their_labels = (part.float() if part.is_floating_point() else part.long()
-                               for part in stacked)  # fmt: skip
+        every, their_labels = _stacked([*self._to_learn, (images, labels)])
         name = f"{self._session}-{self.rounds}"
         chosen = self._choice.sample(self._seats, self.asked)
         total, answered = torch.zeros(images.numel(), dtype=torch.float64), 0
@@ -254,3 +263,9 @@ class FederatedCritics:
                 "answer did not do so because of its data",
             },
         }
+
+
+def _stacked(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return images and labels as a message takes them."""
+    images, labels = (torch.stack(part).cpu() for part in zip(*batches, strict=True))
+    return images.float(), labels.long()

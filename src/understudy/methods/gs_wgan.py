@@ -110,6 +110,15 @@ class CriticState(NamedTuple):
     moments: AdamState
 
 
+class GeneratorState(NamedTuple):
+    """What the generator is: made of releases alone."""
+
+    params: Params
+    moments: AdamState
+    average: Params
+    """Moving average of the parameters: what is released."""
+
+
 class EnsembleCritics:
     """Critics in this process, behind the curator's door."""
 
@@ -138,7 +147,7 @@ class EnsembleCritics:
     def gradient(self, images: Tensor, labels: Tensor) -> Tensor:
         """Ask a few critics, in secret, how to change the images."""
         return self.curator.sample_gradient(
-            self.ensemble, self.learning.mean_score, images, labels, bound=self.config.clip_norm
+            self.ensemble, self.learning.summed_score, images, labels, bound=self.config.clip_norm
         )
 
 
@@ -175,7 +184,7 @@ class Learning:
         params, moments = ADAM.step(state.params, slopes, state.moments, lr)
         return CriticState(params, directions, moments)
 
-    def mean_score(self, state: CriticState, images: Tensor, labels: Tensor) -> Tensor:
+    def summed_score(self, state: CriticState, images: Tensor, labels: Tensor) -> Tensor:
         """Return the images' scores, summed and scaled so that its slope is at most about 1."""
         weights, _ = self.network.normalised(state.params, state.directions)
         return self.network(weights, images, labels).sum() / math.sqrt(len(images))
@@ -240,32 +249,44 @@ class GSWGAN:
         )
 
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
-        """Train on critics that live in this process."""
-        return self.train(EnsembleCritics(curator, self.config, seed=self.seed), curator, progress)
-
-    def train(self, critics: Critics, curator: Curator, progress: Progress) -> SyntheticSet:
-        """Warm the critics up, let them and the generator take turns, draw the set."""
-        config, device = self.config, curator.engine.device
-        params = moved(self.network.init(public_generator(self.seed, "network")), device)
-        state = params, ADAM.start(params), params
+        """Train on critics that live in this process; draw the set."""
+        critics = EnsembleCritics(curator, self.config, seed=self.seed)
+        state = self.start(curator.engine.device)
         done, saved = curator.restore()
-        params, moments, average = filled(state, cast(Params, saved["state"])) if done else state
+        if done:
+            state = filled(state, cast(Params, saved["state"]))
+        else:
+            self.warm_up(critics, state)
+        for step in progress.steps(range(done, self.config.steps), spent=curator.epsilon_spent):
+            state = self.turn(critics, state, step)
+            curator.checkpoint(step + 1, {"state": leaves_of(state)}, partial(self.drawn, state))
+        return self.drawn(state)
+
+    def start(self, device: torch.device) -> GeneratorState:
+        """Return a generator that has learned nothing."""
+        params = moved(self.network.init(public_generator(self.seed, "network")), device)
+        return GeneratorState(params, ADAM.start(params), params)
+
+    def warm_up(self, critics: Critics, state: GeneratorState) -> None:
+        """Let critics learn before they are asked, which costs nothing."""
+        for turn in range(self.config.warm_up):
+            critics.advance(*self._warm_up_batch(state.params, turn), turn)
+
+    def turn(self, critics: Critics, state: GeneratorState, step: int) -> GeneratorState:
+        """Let the critics learn, ask them, and follow their advice."""
+        config, (params, moments, average) = self.config, state
+        device = next(iter(params.values())).device
+        codes, labels = self._batch(device, "codes", step)
+        leaves = {name: weight.detach().requires_grad_() for name, weight in params.items()}
+        images = self.network(leaves, codes, labels)
+        critics.advance(images.detach(), labels, config.warm_up + step)
+        advice = critics.gradient(images.detach(), labels)
+        slopes = torch.autograd.grad(images, list(leaves.values()), -advice)  # scores go up
         lr = torch.full((), config.lr, device=device)
-        for turn in range(0 if done else config.warm_up):
-            critics.advance(*self._warm_up_batch(params, turn), turn)
-        for step in progress.steps(range(done, config.steps), spent=curator.epsilon_spent):
-            codes, labels = self._batch(device, "codes", step)
-            leaves = {name: weight.detach().requires_grad_() for name, weight in params.items()}
-            images = self.network(leaves, codes, labels)
-            critics.advance(images.detach(), labels, config.warm_up + step)
-            advice = critics.gradient(images.detach(), labels)
-            slopes = torch.autograd.grad(images, list(leaves.values()), -advice)  # scores go up
-            params, moments = ADAM.step(params, dict(zip(leaves, slopes, strict=True)), moments, lr)
-            kept = min(config.ema, 1 - 1 / (step + 1))
-            average = {name: torch.lerp(params[name], old, kept) for name, old in average.items()}
-            kept_state = {"state": leaves_of((params, moments, average))}
-            curator.checkpoint(step + 1, kept_state, partial(self._drawn, average))
-        return self._drawn(average)
+        params, moments = ADAM.step(params, dict(zip(leaves, slopes, strict=True)), moments, lr)
+        kept = min(config.ema, 1 - 1 / (step + 1))
+        average = {name: torch.lerp(params[name], old, kept) for name, old in average.items()}
+        return GeneratorState(params, moments, average)
 
     def _batch(self, device: torch.device, purpose: str, step: int) -> tuple[Tensor, Tensor]:
         """Return codes and labels of a step; classes take turns."""
@@ -282,9 +303,9 @@ class GSWGAN:
         noise = torch.rand((self.config.batch, *self.facts.shape), generator=drawn).to(device)
         return torch.lerp(self.network(params, codes, labels), noise, NOISE_KEPT), labels
 
-    def _drawn(self, params: Params) -> SyntheticSet:
-        """Draw the set, and keep the generator with it."""
-        released = Generator(self.network, params, statistics={})
+    def drawn(self, state: GeneratorState) -> SyntheticSet:
+        """Draw the set from the average generator, and keep that with it."""
+        released = Generator(self.network, state.average, statistics={})
         count = self.config.images_per_class
         images, labels = released.sample(per_class=count, seed=self.seed)
         return SyntheticSet(images, labels, self.facts.class_names, generator=released)
