@@ -1,4 +1,4 @@
-"""The critic of GS-WGAN: it scores images of a class, with a slope of at most about 1.
+"""The critic of GS-WGAN: it scores images of a class, with a slope of a few at most.
 
 Written for one critic, as pure functions without a convolution: patches and matrix products, which
 `vmap` turns into batched matrix products, where a convolution of its own for each of a thousand
