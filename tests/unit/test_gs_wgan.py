@@ -87,9 +87,9 @@ def test_a_critic_learns_to_score_its_records_above_generated_images():
     weights, _ = CRITIC.normalised(state.params, state.directions)
     scores = [CRITIC(weights, x, labels).mean() for x in (records, generated)]
     assert scores[0] > scores[1] + 0.05
-    slope = grad(learning.summed_score, argnums=1)(state, generated, labels)
+    slope = grad(learning.scaled_score, argnums=1)(state, generated, labels)
     better = generated + 0.1 * slope / slope.norm()
-    assert learning.summed_score(state, better, labels) > learning.summed_score(
+    assert learning.scaled_score(state, better, labels) > learning.scaled_score(
         state, generated, labels
     )
 

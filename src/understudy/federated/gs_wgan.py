@@ -41,7 +41,7 @@ def critic(facts: PublicFacts, config: GSWGANConfig = DEFAULTS) -> Critic:
 
     def ask(state: CriticState, public: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = public
-        slope: Tensor = grad(learning.summed_score, argnums=1)(state, images, labels)
+        slope: Tensor = grad(learning.scaled_score, argnums=1)(state, images, labels)
         return slope
 
     start = learning.start(network.init(public_generator(EVERYONES_SEED, "critic")))

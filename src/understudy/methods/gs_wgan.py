@@ -147,7 +147,7 @@ class EnsembleCritics:
     def gradient(self, images: Tensor, labels: Tensor) -> Tensor:
         """Ask a few critics, in secret, how to change the images."""
         return self.curator.sample_gradient(
-            self.ensemble, self.learning.summed_score, images, labels, bound=self.config.clip_norm
+            self.ensemble, self.learning.scaled_score, images, labels, bound=self.config.clip_norm
         )
 
 
@@ -184,8 +184,8 @@ class Learning:
         params, moments = ADAM.step(state.params, slopes, state.moments, lr)
         return CriticState(params, directions, moments)
 
-    def summed_score(self, state: CriticState, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the images' scores, summed and scaled so that its slope is at most about 1."""
+    def scaled_score(self, state: CriticState, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of scores, scaled so that larger batches have no steeper slope."""
         weights, _ = self.network.normalised(state.params, state.directions)
         return self.network(weights, images, labels).sum() / math.sqrt(len(images))
 

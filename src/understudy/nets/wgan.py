@@ -1,4 +1,4 @@
-"""The critic of GS-WGAN: it scores images of a class, with a slope of at most about 1.
+"""The critic of GS-WGAN: it scores images of a class, with a slope of a few at most.
 
 Written for one critic, as pure functions without a convolution: patches and matrix products, which
 `vmap` turns into batched matrix products, where a convolution of its own for each of a thousand
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from understudy.nets.critics import KERNEL, halved, patches
 from understudy.nets.modules import Shape
 from understudy.nets.params import Params, uniform_fan_in
 
-KERNEL, STRIDE, PADDING = 5, 2, 2
 FIRST_ITERATIONS = 10
 """Power iterations that a fresh critic's directions come from; later one for each step."""
 SMALLEST_NORM = 1e-12
@@ -77,9 +77,8 @@ class Critic:
         """Score images (n, c, h, w) of classes (n,): the higher the more real; (n,)."""
         maps = images
         for layer in range(self.depth):
-            height, width = (_halved(side) for side in maps.shape[2:])
-            patches = _patches(maps)
-            maps = weights[f"conv{layer}"] @ patches + weights[f"bias{layer}"][:, None]
+            height, width = (halved(side) for side in maps.shape[2:])
+            maps = weights[f"conv{layer}"] @ patches(maps) + weights[f"bias{layer}"][:, None]
             maps = F.relu(maps).view(len(images), -1, height, width)
         features = maps.flatten(1)
         # A product instead of an index: it has all the derivatives under vmap.
@@ -95,26 +94,8 @@ class Critic:
     def _features(self) -> int:
         height, width = self.shape[1:]
         for _ in range(self.depth):
-            height, width = _halved(height), _halved(width)
+            height, width = halved(height), halved(width)
         return self._channels[-1] * height * width
-
-
-def _patches(maps: Tensor) -> Tensor:
-    """Cut maps (n, c, h, w) into what a convolution sees at each place: (n, c * 25, places).
-
-    `F.unfold` does the same one image after the other: for small images, and on a GPU, that takes
-    longer than all the rest of a critic.
-    """
-    height, width = (_halved(side) for side in maps.shape[2:])
-    padded = F.pad(maps, (PADDING,) * 4)
-    rows = torch.stack([padded[:, :, k::STRIDE][:, :, :height] for k in range(KERNEL)], 2)
-    seen = torch.stack([rows[..., k::STRIDE][..., :width] for k in range(KERNEL)], 3)
-    return seen.flatten(1, 3).flatten(2)
-
-
-def _halved(side: int) -> int:
-    """Return the side of maps after a convolution."""
-    return (side + 2 * PADDING - KERNEL) // STRIDE + 1
 
 
 def _unit(vector: Tensor) -> Tensor:
