@@ -38,8 +38,8 @@ from understudy.runs import GENERATOR_FILE, SET_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
 
-SECONDS_WITH_MEMBERS = 60.0
-"""Between checkpoints that hold what an ensemble learned: these are large."""
+WITH_MEMBERS: dict[str, Any] = {"keeps_members": True, "seconds": 60.0}
+"""The pace of a run whose checkpoints hold what an ensemble learned: these are large."""
 GENERATOR_IS = "what drew the images; `understudy sample` draws more, at no cost in privacy"
 
 
@@ -138,9 +138,8 @@ class Job:
                     method=asked.method,
                     pace=Pace(
                         should_stop=should_stop,
-                        seconds=SECONDS_WITH_MEMBERS if asked.keep_private_state else Pace.seconds,
                         snapshots=asked.snapshots,
-                        keeps_members=asked.keep_private_state,
+                        **(WITH_MEMBERS if asked.keep_private_state else {}),
                         keep=lambda made, synthetic: self.directory.keep_snapshot(
                             made, synthetic.to_bytes()
                         ),

@@ -88,14 +88,17 @@ def test_a_private_set_is_no_version_of_a_public_one(ledger):
     register(ledger, subset(public, np.arange(5), is_public_benchmark=False), RegistrationTerms())
 
 
-def test_an_older_ledger_is_brought_up_to_date(ledger):
+@pytest.mark.parametrize(("number", "unknown"), [(1, ("images", "rounds")), (2, ("rounds",))])
+def test_an_older_ledger_is_brought_up_to_date(ledger, number, unknown):
     registered = register(ledger, some_images(40, name="scans"), RegistrationTerms())
     ledger.close()
     with sqlite3.connect(ledger.path) as old:
-        old.execute("DROP TABLE images")
-        old.execute("UPDATE meta SET value = CAST('1' AS BLOB) WHERE key = 'format'")
+        for table in unknown:
+            old.execute(f"DROP TABLE {table}")
+        old.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(number).encode(),))
     old.close()
     again = Ledger(ledger.path)
     assert register(again, some_images(40, name="scans"), RegistrationTerms()) == registered
     register(again, some_images(10, seed=3, name="new"), RegistrationTerms())
     assert len(again.shared_images(again.tags([memoryview(b"nothing")]))) == 0
+    assert again.rounds_answered("none") == 0

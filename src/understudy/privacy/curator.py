@@ -138,7 +138,7 @@ class Curator(Sealed):
 
         return embedding.split(self._answer(release, answer), classes)
 
-    def ensemble(self, state: MemberState, *, members: int, at_once: int = 256) -> Ensemble:
+    def ensemble(self, state: MemberState, *, members: int, at_once: int | None = None) -> Ensemble:
         """Make an ensemble whose members each hold a disjoint shard of the units.
 
         What members learn is kept only if the run was told to keep it: otherwise one that asked
@@ -147,7 +147,7 @@ class Curator(Sealed):
         Args:
             state: what the members start as, public: tensors, nested, with the members in front.
             members: how many.
-            at_once: how many of them to work on at a time.
+            at_once: how many of them to work on at a time; by default as many as fit.
         """
         if self._group.size > 1:
             raise InvalidSettings("an ensemble lives in one process; run it without torchrun")

@@ -24,6 +24,8 @@ from understudy.privacy.records import Records
 from understudy.privacy.sealed import Sealed
 from understudy.seeds import public_generator
 
+ROOM = {"cpu": 2**26, "cuda": 2**31}
+"""Bytes of members' states that are worked on at a time."""
 State = Any
 """What a member is: tensors, nested; of an ensemble, with the members in front."""
 Learn = Callable[[State, Tensor, Tensor, Tensor, Any], State]
@@ -43,7 +45,7 @@ class Ensemble(Sealed):
         state: State,
         *,
         members: int,
-        at_once: int,
+        at_once: int | None = None,
     ) -> None:
         if not 1 <= members <= facts.units:
             raise InvalidSettings(
@@ -59,7 +61,7 @@ class Ensemble(Sealed):
         wrong = {leaf.shape[:1] for leaf in pytree.tree_leaves(state)} - {(members,)}
         if wrong:
             raise InvalidSettings(f"a state of {members} members has tensors with {wrong} in front")
-        self.members, self._at_once = members, at_once
+        self.members, self._at_once = members, at_once or _fitting(state, members)
         self.shard = facts.units // members * per_unit
         """Places in a shard: a public number. Those of units without a record do not count."""
         slots = shards(facts.units, members)
@@ -128,6 +130,14 @@ def shards(units: int, members: int) -> Tensor:
     """
     order = torch.randperm(units, generator=public_generator(0, "shards", units))
     return order[: units // members * members].view(members, -1)
+
+
+def _fitting(state: State, members: int) -> int:
+    """Return how many members to work on at a time: as many as a cache, or a GPU, has room for."""
+    leaves = pytree.tree_leaves(state)
+    each = sum(leaf[0].nbytes for leaf in leaves)
+    room = max((ROOM[leaf.device.type] for leaf in leaves), default=members)
+    return max(1, min(members, room // max(1, each)))
 
 
 def _of(tree: Any, chunk: slice | Tensor) -> Any:
