@@ -135,8 +135,8 @@ def shards(units: int, members: int) -> Tensor:
 def _fitting(state: State, members: int) -> int:
     """Return how many members to work on at a time: as many as a cache, or a GPU, has room for."""
     leaves = pytree.tree_leaves(state)
-    each = sum(leaf[0].nbytes for leaf in leaves)
-    room = max((ROOM[leaf.device.type] for leaf in leaves), default=members)
+    each: int = sum(leaf[0].nbytes for leaf in leaves)
+    room: int = max((ROOM[leaf.device.type] for leaf in leaves), default=members)
     return max(1, min(members, room // max(1, each)))
 
 
