@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from common import RESULTS, commit, device_name
 from understudy.data.images import labelled_images
-from understudy.methods.teachers import ADAM, Lesson, Shown
+from understudy.methods.teachers import ADAM, Lesson, Shown, stacked
 from understudy.nets.critics import Teacher, halved, leaky
 from understudy.nets.params import moved
 from understudy.privacy.ensemble import Ensemble
@@ -109,7 +109,7 @@ def looped(size: Size, device: torch.device) -> Callable[[], None]:
     return step
 
 
-def stacked(size: Size, members: int, device: torch.device) -> Callable[[], None]:
+def at_once(size: Size, members: int, device: torch.device) -> Callable[[], None]:
     """Return (b): one step of every member of an ensemble, shards and all."""
     count = members * size.records
     rng = np.random.default_rng(0)
@@ -122,13 +122,11 @@ def stacked(size: Size, members: int, device: torch.device) -> Callable[[], None
     )  # fmt: skip
     teacher = Teacher(shape, CLASSES, size.channels, size.hidden)
     alike = moved(teacher.init(torch.Generator().manual_seed(0)), device)
-    start = {name: weight.expand(members, *weight.shape) for name, weight in alike.items()}
-    moments = ADAM.start(start)
-    moments = moments._replace(steps=moments.steps.expand(members))
+    start = stacked((alike, ADAM.start(alike)), members)
     records = Records.from_units(
         data, np.arange(count), max_per_unit=None, device=device, one_each=True
     )
-    ensemble = Ensemble(records, facts, (start, moments), members=members)
+    ensemble = Ensemble(records, facts, start, members=members)
     shown, lesson = some(size, 1, device)[2], Lesson(teacher, LR)
     positions = torch.arange(size.records)
     return lambda: ensemble.learn(lesson, positions, shown)
@@ -152,7 +150,7 @@ def measure(members: int) -> dict[str, Any]:
     rows = []
     for size in SIZES:
         loop = milliseconds(looped(size, device), size, size.looped, device)
-        ours = milliseconds(stacked(size, members, device), size, members, device)
+        ours = milliseconds(at_once(size, members, device), size, members, device)
         rows.append(asdict(size) | {"loop_ms": loop, "ours_ms": ours, "ratio": loop / ours})
     return {
         "members": members, "rows": rows, "device": device_name(), "kind": device.type,

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.func import grad
+from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
 from understudy.methods.fitting import (
@@ -102,6 +103,11 @@ class Lesson:
         return ADAM.step(params, grad(loss)(params), moments, lr)
 
 
+def stacked(state: Any, members: int) -> Any:
+    """Return the state of so many members that are all in this one."""
+    return pytree.tree_map(lambda leaf: leaf.expand(members, *leaf.shape), state)
+
+
 def wish(teacher: Teacher, params: Params, shown: Shown) -> Tensor:
     """Return how images should change to look more real to a teacher (n, pixels)."""
 
@@ -126,14 +132,9 @@ class Classroom:
         self.curator, self.config, self.device = curator, config, curator.engine.device
         self._facts, self._seed, self.teacher = facts, seed, method.teacher
         # All start alike: what they say then differs by their records alone, and adds up.
-        alike = method.teacher.init(public_generator(seed, "teachers"))
-        start = {
-            name: weight.expand(config.teachers, *weight.shape)
-            for name, weight in moved(alike, self.device).items()
-        }
-        moments = ADAM.start(start)
-        moments = moments._replace(steps=moments.steps.expand(config.teachers))
-        self.members: Ensemble = curator.ensemble((start, moments), members=config.teachers)
+        alike = moved(method.teacher.init(public_generator(seed, "teachers")), self.device)
+        start = stacked((alike, ADAM.start(alike)), config.teachers)
+        self.members: Ensemble = curator.ensemble(start, members=config.teachers)
         self._lesson = Lesson(method.teacher, config.teacher_lr)
 
         network = DeconvGenerator(facts.shape, facts.classes, code=config.code)
