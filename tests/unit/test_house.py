@@ -43,6 +43,14 @@ def test_every_method_has_its_page_with_the_fixed_headings():
         ]  # fmt: skip
 
 
+def test_nobody_outside_privacy_reads_what_members_know():
+    """`Ensemble` is sealed against accidents; methods hold it, so their text is checked as well."""
+    reads = re.compile(r"\.(answers|kept|take)\(|\._state\b")
+    for path in SOURCE.rglob("*.py"):
+        if "privacy" not in path.parts:
+            assert not reads.search(path.read_text()), path.name
+
+
 def test_the_accounting_library_has_one_user():
     users = [p.name for p in SOURCE.rglob("*.py") if "import dp_accounting" in p.read_text()]
     assert users == ["accounting.py"]

@@ -106,11 +106,11 @@ class Ensemble(Sealed):
             yield apply(_of(self._state, chunk), public, *its_own)
 
     def kept(self) -> dict[str, Tensor]:
-        """Return what members know, by number, for a checkpoint that stays private."""
+        """Return what members know, for a checkpoint that stays private. Only for the curator."""
         return {str(n): leaf for n, leaf in enumerate(pytree.tree_leaves(self._state))}
 
     def take(self, kept: dict[str, Tensor]) -> None:
-        """Take up what was kept."""
+        """Take up what was kept. Only for the curator."""
         leaves = pytree.tree_leaves(self._state)
         for leaf, tensor in zip(leaves, (kept[str(n)] for n in range(len(kept))), strict=True):
             leaf.copy_(tensor)
