@@ -31,6 +31,7 @@ from common import RESULTS, commit, device_name
 from understudy.data.images import labelled_images
 from understudy.methods.teachers import ADAM, Lesson, Shown, stacked
 from understudy.nets.critics import Teacher, halved, leaky
+from understudy.nets.modules import beside
 from understudy.nets.params import moved
 from understudy.privacy.ensemble import Ensemble
 from understudy.privacy.plan import PublicFacts
@@ -73,15 +74,10 @@ class Module(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         one_hot = F.one_hot(labels, CLASSES).float()
-        maps = leaky(self.conv0(_beside(images, one_hot)))
-        maps = leaky(self.conv1(_beside(maps, one_hot)))
+        maps = leaky(self.conv0(beside(images, one_hot)))
+        maps = leaky(self.conv1(beside(maps, one_hot)))
         hidden = leaky(self.linear0(torch.cat([maps.flatten(1), one_hot], 1)))
         return self.linear1(torch.cat([hidden, one_hot], 1))[:, 0]
-
-
-def _beside(maps: Tensor, one_hot: Tensor) -> Tensor:
-    wide = one_hot[..., None, None].expand(*one_hot.shape, *maps.shape[2:])
-    return torch.cat([maps, wide], 1)
 
 
 def some(size: Size, members: int, device: torch.device) -> tuple[Tensor, Tensor, Shown]:

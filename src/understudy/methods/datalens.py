@@ -256,7 +256,7 @@ class DataLens(TaughtGenerator):
     presets: ClassVar[dict[str, Preset]] = {
         "paper": Preset(_paper, "MNIST, by the paper's authors, including its test set"),
         "paper-fashion": Preset(_fashion, "Fashion-MNIST, by the authors, including its test set"),
-        "small": Preset(_small, "digits (scikit-learn), including its test split"),
+        "small": Preset(_small, "nothing: a quick trial on few records"),
     }
 
     def __init__(self, config: DataLensConfig, facts: PublicFacts, *, seed: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from understudy.methods.method import small_or_paper
 from understudy.nets.generators import GeneratorNetwork
 from understudy.nets.params import Params, moved
 from understudy.nets.released import Generator, divided
@@ -32,8 +33,6 @@ Known = Mapping[str, Any]
 Distance = Callable[[Tensor, Tensor, Any], Tensor]
 """Map generated images, their labels, and what is known, to a loss."""
 ADAM = Adam()
-FEW_UNITS = 10_000
-"""Below this many the settings of papers make no sense."""
 DRAWN_AHEAD = 100
 """Steps whose codes are drawn at once."""
 SMALLEST_SHARE = 1e-3
@@ -203,10 +202,7 @@ class MeanEmbedding(ABC):
 
     public_inputs: Sequence[PublicInput] = ()
 
-    @staticmethod
-    def default_preset(facts: PublicFacts) -> str:
-        """Choose `small` for few units."""
-        return "small" if facts.units < FEW_UNITS else "paper"
+    default_preset = staticmethod(small_or_paper)
 
     def __init__(self, config: Any, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed

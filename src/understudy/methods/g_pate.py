@@ -105,7 +105,7 @@ class GPATE(TaughtGenerator):
     summary: ClassVar[str] = "a generator that follows the most frequent wish of many teachers"
     presets: ClassVar[dict[str, Preset]] = {
         "paper": Preset(_paper, "MNIST, by the paper's authors, including its test set"),
-        "small": Preset(_small, "digits (scikit-learn), including its test split"),
+        "small": Preset(_small, "nothing: a quick trial on few records"),
     }
 
     @property

@@ -23,8 +23,14 @@ from torch.func import grad
 from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import FEW_UNITS, filled, leaves_of
-from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
+from understudy.methods.fitting import filled, leaves_of
+from understudy.methods.method import (
+    Preset,
+    check_at_least_one,
+    check_positive,
+    setting,
+    small_or_paper,
+)
 from understudy.nets.generators import PixelNormGenerator
 from understudy.nets.params import Params, moved
 from understudy.nets.released import Generator
@@ -223,10 +229,7 @@ class GSWGAN:
     }
     public_inputs: Sequence[PublicInput] = ()
 
-    @staticmethod
-    def default_preset(facts: PublicFacts) -> str:
-        """Choose `small` for few units."""
-        return "small" if facts.units < FEW_UNITS else "paper"
+    default_preset = staticmethod(small_or_paper)
 
     def __init__(self, config: GSWGANConfig, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed

@@ -21,6 +21,15 @@ def setting(default: Any, explain: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": explain})
 
 
+FEW_UNITS = 10_000
+"""Below this many the settings of papers make no sense."""
+
+
+def small_or_paper(facts: PublicFacts) -> str:
+    """Choose the preset `small` for few units, as most methods do."""
+    return "small" if facts.units < FEW_UNITS else "paper"
+
+
 def check_at_least_one(config: Any, *names: str) -> None:
     """Refuse a setting that is below 1."""
     for name in names:

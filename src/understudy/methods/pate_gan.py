@@ -115,7 +115,7 @@ class PATEGAN(TaughtGenerator):
     summary: ClassVar[str] = "a generator that learns from a student of many teachers' verdicts"
     presets: ClassVar[dict[str, Preset]] = {
         "paper": Preset(_paper, "nothing: the paper has no images"),
-        "small": Preset(_small, "digits (scikit-learn), including its test split"),
+        "small": Preset(_small, "nothing: a quick trial on few records"),
     }
 
     @property

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
 from understudy.methods.fitting import (
-    FEW_UNITS,
     DistanceStep,
     GeneratorFit,
     Schedule,
@@ -28,7 +27,7 @@ from understudy.methods.fitting import (
     filled,
     leaves_of,
 )
-from understudy.methods.method import check_at_least_one, check_positive, setting
+from understudy.methods.method import check_at_least_one, check_positive, setting, small_or_paper
 from understudy.nets.critics import Teacher, logit_loss
 from understudy.nets.generators import DeconvGenerator
 from understudy.nets.params import Params, moved
@@ -200,10 +199,7 @@ class TaughtGenerator(ABC):
     config: TeachersConfig
     public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
 
-    @staticmethod
-    def default_preset(facts: PublicFacts) -> str:
-        """Choose `small` for few units."""
-        return "small" if facts.units < FEW_UNITS else "paper"
+    default_preset = staticmethod(small_or_paper)
 
     def __init__(self, config: TeachersConfig, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed
