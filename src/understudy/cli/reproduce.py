@@ -42,7 +42,7 @@ def command(
     results
         Where the table goes, as NAME.json, NAME.md and NAME.html; by default beside the runs.
     only
-        Compute only runs whose name contains this.
+        Compute only runs whose name contains this, or fits it as a pattern (mnist-*).
     minutes
         Stop, to be continued, after about so many minutes.
     data_dir

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,14 @@ def reproduce(
     Args:
         experiment: what to do.
         place: where.
-        only: compute only runs whose name contains one of these.
+        only: compute only runs whose name contains one of these, or fits one as a pattern
+            (`mnist-*`).
         minutes: stop, to be continued, after about this long.
         progress: where to report.
     """
     report = progress or Progress()
     kept = Kept(experiment, place.results)
-    wanted = [run for run in experiment.runs if not only or any(part in run.name for part in only)]
+    wanted = [run for run in experiment.runs if not only or any(_asks_for(run, o) for o in only)]
     make_directory(place.work)
     with stop_signals() as stop:
         if minutes is not None:
@@ -92,6 +94,10 @@ def reproduce(
             except Interrupted:
                 report.say(f"{run.name} is not finished; the same command goes on with it")
     return Outcome(kept.cells, sum(map(kept.lacks, experiment.runs)), kept.write())
+
+
+def _asks_for(run: PlannedRun, words: str) -> bool:
+    return words in run.name or fnmatch(run.name, words)
 
 
 class Kept:
