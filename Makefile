@@ -40,7 +40,7 @@ browser:
 	find > /dev/null || printf '%s\n' "WARNING: there is no Chromium and it could not be installed:" "         the report page will NOT be tested in a browser. Install the package chromium to do so." >&2
 
 test: check browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Flower pins versions of what the rest needs too, so it has an environment of its own.
 test-federated: .venv-federated/ready

@@ -65,7 +65,7 @@ def opened(records: Records, noise_multiplier: float) -> Access:
     )
 
 
-def ask_gradient(access: Access) -> float:
+def ask_gradient(access: Access, _: Ensemble) -> float:
     """The canary's gradient is huge and clipped; everyone else's is zero."""
 
     def loss(p, image, label):
@@ -75,7 +75,7 @@ def ask_gradient(access: Access) -> float:
     return -released["w"].item()
 
 
-def ask_class_sums(access: Access) -> float:
+def ask_class_sums(access: Access, _: Ensemble) -> float:
     """The canary alone has a feature, far beyond the declared bound."""
     features = features_of(
         lambda image: torch.where(image.min() == 1, 1e6, 0.0)[None], dimension=1, bound=3.0
@@ -83,7 +83,7 @@ def ask_class_sums(access: Access) -> float:
     return class_sums(access, features)[2].item()
 
 
-def ask_histogram(access: Access) -> float:
+def ask_histogram(access: Access, _: Ensemble) -> float:
     return histogram(access)[2].item()
 
 
@@ -93,7 +93,7 @@ SIX = PublicFacts(
 
 
 def canary_ensemble(access: Access) -> Ensemble:
-    """Members whose state is how many canaries they saw."""
+    """Members whose state is how many canaries they saw; the same in all repetitions."""
     made = Ensemble(access.records, SIX, torch.zeros(3), members=3, at_once=2)
 
     def learn(seen, images, labels, counts, public):
@@ -104,19 +104,23 @@ def canary_ensemble(access: Access) -> Ensemble:
     return made
 
 
-def ask_votes(access: Access) -> float:
+def ask_votes(access: Access, members: Ensemble) -> float:
     """The member that holds the canary turns round when it is gone."""
-    made = canary_ensemble(access)
     said = votes(
-        access, made, lambda seen, public: 1e6 * (2 * seen - 1)[None], None, dimension=1, bound=0.5
+        access,
+        members,
+        lambda seen, public: 1e6 * (2 * seen - 1)[None],
+        None,
+        dimension=1,
+        bound=0.5,
     )
     return said.item()
 
 
-def ask_sample_gradient(access: Access) -> float:
+def ask_sample_gradient(access: Access, members: Ensemble) -> float:
     """The same member wants an image brighter with the canary, and darker without it."""
     return sample_gradient(
-        access, canary_ensemble(access),
+        access, members,
         lambda seen, images, labels: 1e6 * (2 * seen - 1) * images.sum(),
         torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64), bound=0.5,
     ).item()  # fmt: skip
@@ -135,7 +139,8 @@ def audited(kind: str, noise_multiplier: float) -> float:
     samples = []
     for empty in (True, False):
         access = opened(a_world(empty), noise_multiplier)
-        samples.append(np.array([ASK[kind](access) for _ in range(REPEATS)]))
+        members = canary_ensemble(access)
+        samples.append(np.array([ASK[kind](access, members) for _ in range(REPEATS)]))
     return gdp_lower_bound(*samples)
 
 

@@ -63,7 +63,8 @@ class Teacher:
 
     def __call__(self, params: Params, images: Tensor, labels: Tensor) -> Tensor:
         """Return one member's logits (n,) that images (n, c, h, w) of these classes are real."""
-        one_hot = (labels[:, None] == torch.arange(self.classes, device=labels.device)).float()
+        classes = torch.arange(self.classes, device=labels.device)
+        one_hot = (labels[:, None] == classes).to(images.dtype)
         maps = leaky(_biased(params, "conv0", _conv(params, "conv0", images), one_hot))
         maps = self._normal(params, "conv1", _conv(params, "conv1", maps))
         maps = leaky(_biased(params, "conv1", maps, one_hot))
