@@ -36,7 +36,7 @@ from understudy.nets.params import moved
 from understudy.privacy.ensemble import Ensemble
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.records import Records
-from understudy.training.engine import choose_device
+from understudy.training.engine import Engine, choose_device
 
 CLASSES, LR = 10, 1e-3
 
@@ -122,7 +122,7 @@ def at_once(size: Size, members: int, device: torch.device) -> Callable[[], None
     records = Records.from_units(
         data, np.arange(count), max_per_unit=None, device=device, one_each=True
     )
-    ensemble = Ensemble(records, facts, start, members=members)
+    ensemble = Ensemble(records, facts, start, members=members, engine=Engine(device))
     shown, lesson = some(size, 1, device)[2], Lesson(teacher, LR)
     positions = torch.arange(size.records)
     return lambda: ensemble.learn(lesson, positions, shown)

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from door import LOOSE, a_vault, access_to, open_curator, records_of, some_images, without
+from static import static_engine
 from understudy.errors import InvalidSettings, PlanViolation, PrivateAccess
 from understudy.privacy import ensemble as module
 from understudy.privacy.curator import Pace
 from understudy.privacy.ensemble import Ensemble, shards
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.privacy.releases.votes import votes
+from understudy.training.engine import Engine
 
 MEMBERS = 4
 UNITS = [0, 0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 11]
@@ -41,14 +43,16 @@ def learn(state, images, labels, counts, public):
     return {"weight": weight - public * velocity, "velocity": velocity}
 
 
-def an_ensemble(data, *, members=MEMBERS, max_per_unit=None, steps=3, at_once=3):
+def an_ensemble(data, *, members=MEMBERS, max_per_unit=None, steps=3, at_once=3, engine=None):
     per_unit = max_per_unit if data.unit != "record" else None
     records = records_of(data, max_per_unit=per_unit)
     start = {
         "weight": torch.linspace(-1, 1, 64 * 3).view(1, 64, 3).repeat(members, 1, 1),
         "velocity": torch.zeros(members, 64, 3),
     }
-    made = Ensemble(records, facts_of(data, per_unit), start, members=members, at_once=at_once)
+    made = Ensemble(
+        records, facts_of(data, per_unit), start, members=members, at_once=at_once, engine=engine
+    )
     for step in range(steps):
         made.learn(learn, torch.arange(made.shard).roll(step)[:2], torch.tensor(0.01))
     return made
@@ -173,6 +177,18 @@ def test_state_that_members_share_would_be_found():
 def test_the_size_of_a_chunk_changes_nothing():
     one, other = (an_ensemble(some_images(24), at_once=n) for n in (1, 100))
     assert torch.allclose(one._state["weight"], other._state["weight"], atol=1e-6)
+
+
+def test_compiled_members_learn_and_answer_the_same(monkeypatch):
+    engine = static_engine(monkeypatch)
+    engines = Engine(compile=False), engine
+    one, other = (an_ensemble(some_images(24), at_once=2, engine=e) for e in engines)
+    assert torch.allclose(one._state["weight"], other._state["weight"], atol=1e-6)
+    public = torch.linspace(0, 1, 64)
+    said, compiled = (torch.cat(list(made.answers(ask, public))) for made in (one, other))
+    assert torch.allclose(said, compiled, atol=1e-5)
+    assert engine.said == []
+    assert len(engine._programs) == 2  # one for all chunks and steps, one for all answers
 
 
 def test_members_learn_from_their_own_records_alone():

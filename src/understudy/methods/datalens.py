@@ -234,7 +234,7 @@ class Sketch:
 COMPRESSIONS = ("signs", "levels", "sketch")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Vote:
     """What a teacher says of the images shown."""
 

@@ -154,7 +154,9 @@ class Client(Sealed):
         self._access, self._ledger, self._run_id = access, ledger, run_id
         self._learn, self._ask = critic.learn, critic.ask
         state = pytree.tree_map(lambda leaf: leaf[None], critic.state)
-        self._ensemble = Ensemble(access.records, facts, state, members=1, at_once=1)
+        self._ensemble = Ensemble(
+            access.records, facts, state, members=1, at_once=1, engine=access.engine
+        )
 
     def answer(self, asked: Round) -> bytes | None:
         """Return the noisy slope as float32 bytes, like the images; None if none was asked for.

@@ -151,7 +151,9 @@ class Curator(Sealed):
         """
         if self._group.size > 1:
             raise InvalidSettings("an ensemble lives in one process; run it without torchrun")
-        made = Ensemble(self._records, self.facts, state, members=members, at_once=at_once)
+        made = Ensemble(
+            self._records, self.facts, state, members=members, at_once=at_once, engine=self.engine
+        )
         if self._has_voted_before:
             tensors = self._blocks.checkpoint.tensors if self._blocks.checkpoint else {}
             kept = _tensors_of(tensors, f"{MEMBERS}{len(self._ensembles)}")

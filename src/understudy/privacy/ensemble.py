@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
-from understudy.privacy.gradients import one_by_one
+from understudy.privacy.gradients import OneByOne
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.records import Records
 from understudy.privacy.sealed import Sealed
 from understudy.seeds import public_generator
+from understudy.training.engine import Engine
 
 ROOM = {"cpu": 2**26, "cuda": 2**31}
 """Bytes of members' states that are worked on at a time."""
@@ -36,7 +37,9 @@ Learn = Callable[[State, Tensor, Tensor, Tensor, Any], State]
 class Ensemble(Sealed):
     """The members' shards and states. Nothing here leaves but through a release."""
 
-    __slots__ = ("_at_once", "_counts", "_places", "_records", "_state", "members", "shard")
+    __slots__ = (
+        "_at_once", "_counts", "_engine", "_places", "_records", "_state", "members", "shard",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Ensemble(Sealed):
         *,
         members: int,
         at_once: int | None = None,
+        engine: Engine | None = None,
     ) -> None:
         if not 1 <= members <= facts.units:
             raise InvalidSettings(
@@ -62,6 +66,7 @@ class Ensemble(Sealed):
         if wrong:
             raise InvalidSettings(f"a state of {members} members has tensors with {wrong} in front")
         self.members, self._at_once = members, at_once or _fitting(state, members)
+        self._engine = engine or Engine()
         self.shard = facts.units // members * per_unit
         """Places in a shard: a public number. Those of units without a record do not count."""
         slots = shards(facts.units, members)
@@ -75,12 +80,12 @@ class Ensemble(Sealed):
 
     def learn(self, learn: Learn, positions: Tensor, public: Any = None) -> None:
         """Let every member learn once from the records at `positions` of its shard: public."""
-        apply = one_by_one(learn, in_dims=(0, 0, 0, 0, None))
+        apply = OneByOne(learn, in_dims=(0, 0, 0, 0, None))
         for chunk in self._chunks():
             places, counts = (part[chunk][:, positions] for part in (self._places, self._counts))
             images, labels, counts = self._records.at(places, counts)
             before = _of(self._state, chunk)
-            after = apply(before, images, labels, counts, public)
+            after = self._engine.run(apply, before, images, labels, counts, public)
             pytree.tree_map(_write, before, after)
 
     def answers(
@@ -99,11 +104,13 @@ class Ensemble(Sealed):
             own: public too, another for each: tensors with the members in front.
             chosen: which members to ask, by number; all by default.
         """
-        apply = one_by_one(ask, in_dims=(0, None) if own is None else (0, None, 0))
+        apply = OneByOne(ask, in_dims=(0, None) if own is None else (0, None, 0))
         chunks = self._chunks() if chosen is None else self._parts(chosen)
+        # How many are chosen changes from call to call: too many shapes to compile.
+        run = self._engine.run if chosen is None else _plainly
         for chunk in chunks:
             its_own = () if own is None else (_of(own, chunk),)
-            yield apply(_of(self._state, chunk), public, *its_own)
+            yield run(apply, _of(self._state, chunk), public, *its_own)
 
     def kept(self) -> dict[str, Tensor]:
         """Return what members know, for a checkpoint that stays private. Only for the curator."""
@@ -137,7 +144,13 @@ def _fitting(state: State, members: int) -> int:
     leaves = pytree.tree_leaves(state)
     each: int = sum(leaf[0].nbytes for leaf in leaves)
     room: int = max((ROOM[leaf.device.type] for leaf in leaves), default=members)
-    return max(1, min(members, room // max(1, each)))
+    most = max(1, min(members, room // max(1, each)))
+    equal = max(size for size in range(1, most + 1) if members % size == 0)
+    return equal if 2 * equal >= most else most  # each size of chunk is compiled by itself
+
+
+def _plainly(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args)
 
 
 def _of(tree: Any, chunk: slice | Tensor) -> Any:

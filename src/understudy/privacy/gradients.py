@@ -8,6 +8,7 @@ their rows by layer; the others, or all if the loss cannot be followed, record b
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -53,7 +54,7 @@ class GradientRows:
             )
         layers, copied = self._found
         if not layers:
-            per_record = one_by_one(lambda x, y: grad(self.loss)(params, x, y))
+            per_record = OneByOne(lambda x, y: grad(self.loss)(params, x, y))
             found = cast(Params, per_record(images, labels))
         else:
             found = _rows_by_layer(self.loss, params, (layers, copied), (images, labels))
@@ -101,7 +102,7 @@ def _rows_by_layer(
             tape = Tape(params, zeros, copies)
             return loss(tape.taps(), image, label), tape.seen
 
-        losses, seen = cast(Any, one_by_one(of_record)(*records, zeros, copies))
+        losses, seen = cast(Any, OneByOne(of_record)(*records, zeros, copies))
         leaves = [*zeros, *copies.values()]
         slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
 
@@ -115,17 +116,21 @@ def _rows_by_layer(
     return rows
 
 
-def one_by_one(function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class OneByOne:
     """Apply `function` to each record by itself, so that no record can influence another's row.
 
     A function that needs the batch (batch norm in training mode), or random numbers that would have
-    to be secret, is refused.
+    to be secret, is refused. Equal functions are equal one by one: an engine compiles them once.
     """
-    mapped = vmap(function, in_dims=in_dims, randomness="error")
 
-    def apply(*records: Any) -> Any:
+    function: Callable[..., Any]
+    in_dims: Any = 0
+
+    def __call__(self, *records: Any) -> Any:
+        """Return what the function gives for each, stacked."""
         try:
-            return mapped(*records)
+            return vmap(self.function, in_dims=self.in_dims, randomness="error")(*records)
         except (RuntimeError, ValueError) as error:
             text = str(error)
             mixes = ("vmap", "captured Tensor", "more than 1 value per channel")
@@ -135,8 +140,6 @@ def one_by_one(function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., 
                 "the function given to a release cannot be applied record by record "
                 f"({text.splitlines()[0]}); use layers that do not mix records, such as group norm"
             ) from error
-
-    return apply
 
 
 def split_like(flat: Tensor, params: Params) -> Params:

@@ -12,7 +12,7 @@ from torch import Tensor
 from understudy.errors import PlanViolation
 from understudy.nets.params import Params
 from understudy.privacy.bounded import CLIP_MARGIN, noisy_bounded_sum
-from understudy.privacy.gradients import one_by_one
+from understudy.privacy.gradients import OneByOne
 from understudy.privacy.plan import Block, joint_bound
 from understudy.privacy.records import Rows
 from understudy.privacy.sampling import Access
@@ -70,7 +70,7 @@ def class_sums(access: Access, embedding: Embedding) -> Tensor:
 
     def contribution(_: Params, images: Tensor, __: Tensor) -> Rows:
         with torch.no_grad():
-            return cast(Rows, one_by_one(rows_of)(images))
+            return cast(Rows, OneByOne(rows_of)(images))
 
     total = noisy_bounded_sum(
         access,
