@@ -31,6 +31,8 @@ TINY = {
     "rounds": 2, "outer": 2, "batches": 2, "inner": 2, "batch": 15, "images_per_class": 2,
     "width": 2,
 }  # fmt: skip
+FREE = Budget(epsilon=math.inf, delta=1e-5)
+"""No noise, and nothing to calibrate."""
 EVERYTHING = {"prior": "dcgan", "average": 0.5, "counts": "histogram", "augment": "crop,color"}
 
 
@@ -46,7 +48,7 @@ class World:
     def method(self):
         return PSG(self.config, self.vault.facts, seed=3)
 
-    def open(self, run_id="run", *, budget=LOOSE, vault=None, **options):
+    def open(self, run_id="run", *, budget=FREE, vault=None, **options):
         return (vault or self.vault).open(
             self.method().plan(), budget, self.ledger, workspace=self.folder / run_id,
             run_id=run_id, allow_large_delta=True, **options,
@@ -149,7 +151,7 @@ def naive_algorithm_2(data, config, facts, seed, noise):
 def test_psg_with_a_prior_is_algorithm_2(ledger, tmp_path):
     settings = {"prior": "dcgan", "project": False, "batch": 8}
     world = World(ledger, tmp_path, some_images(12), **settings)
-    curator = world.open(randomness=constant_draws(0.7))
+    curator = world.open(budget=LOOSE, randomness=constant_draws(0.7))
     made = world.method().run(curator, Progress())
     noise = 0.7 * curator.calibration.noise_multiplier
     expected = naive_algorithm_2(world.data, world.config, world.vault.facts, 3, noise)
@@ -341,7 +343,7 @@ def test_shares_by_a_noisy_histogram_are_charged(ledger, tmp_path):
     data = some_images(40)
     data.labels[:] = [0] * 28 + [1] * 10 + [2] * 2
     world = World(ledger, tmp_path, data, counts="histogram", images_per_class=5)
-    curator = world.open("exact", budget=Budget(epsilon=math.inf, delta=1e-5))
+    curator = world.open()
     made = world.method().run(curator, Progress())
     assert Counter(made.labels.tolist()) == {0: 10, 1: 4, 2: 1}  # of 10.5, 3.75 and 0.75
     assert curator.made() == {"histogram": 1, "gradient": 8}

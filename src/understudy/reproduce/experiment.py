@@ -4,7 +4,7 @@
 [measure]        protocol, models and seeds of the evaluation
 [[published]]    a number of the paper, and the fields of the cell that it belongs to
 [table]          which fields make the lines, and which one the columns
-[smoke]          what `--scale smoke` replaces; [runs.NAME.smoke]: settings that it forces there instead
+[smoke]          what `--scale smoke` replaces; a group's own `smoke`: of its settings
 """
 
 from __future__ import annotations
