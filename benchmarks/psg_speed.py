@@ -213,7 +213,7 @@ def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[
     engine = Engine(device)
     psg = PSG(CONFIG, FACTS, seed=0)
     network = psg._network_for(device)
-    loss = RecordLoss(network, FACTS.mean, FACTS.std)
+    loss = RecordLoss(network, FACTS)
     image_step = psg._image_step(network, 1.0)
     places, starts = torch.arange(UNITS), torch.arange(UNITS + 1)
     records = Records(private, private_labels, places, starts, one_each=True)
@@ -229,7 +229,8 @@ def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[
     theta = psg._draw(0, device)
     labels = torch.arange(10, device=device).repeat_interleave(CONFIG.images_per_class)
     images = torch.randn((len(labels), *FACTS.shape), device=device)
-    velocity, rate = torch.zeros_like(images), torch.full((), 0.1, device=device)
+    state = {"images": images}, {"images": torch.zeros_like(images)}
+    known, rate = {"labels": labels}, torch.full((), 0.1, device=device)
 
     def release() -> Any:
         return gradient(access, loss, theta, clip_norm=CLIP)
@@ -242,7 +243,7 @@ def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[
         return fit(network, theta, images, labels, sgd=sgd, generator=nobody, engine=engine)
 
     def image() -> Any:
-        return engine.run(image_step, (images, velocity), labels, theta, real, rate)
+        return engine.run(image_step, state, known, theta, real, rate)
 
     assert parameter_count(theta) == 317_322
     return {"release": (release, 1), "image": (image, 1), "inner": (inner, sgd.epochs)}

@@ -65,12 +65,18 @@ def steps():
     images, labels = torch.randn(20, 1, 16, 16), torch.arange(20) % 4
     private = torch.randint(0, 256, (50, 1, 16, 16), dtype=torch.uint8), torch.arange(50) % 4
     places, counts = torch.arange(32), torch.arange(32) < 30
-    release = _BoundedSum(GradientRows(RecordLoss(psg.network, FACTS.mean, FACTS.std)), 0.1)
+    release = _BoundedSum(GradientRows(RecordLoss(psg.network, FACTS)), 0.1)
     prepared = psg.network.prepare(images)
     return [
         (
             psg._image_step(psg.network, 1.0),
-            ((images, torch.zeros_like(images)), labels, theta, gradient, torch.tensor(0.1)),
+            (
+                ({"images": images}, {"images": torch.zeros_like(images)}),
+                {"labels": labels},
+                theta,
+                gradient,
+                torch.tensor(0.1),
+            ),
         ),
         (SGDStep(psg.network), ((theta, {}), prepared, labels, torch.tensor(0.01))),
         (release, (*private, theta, places, counts)),

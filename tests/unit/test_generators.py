@@ -17,6 +17,7 @@ from understudy.errors import InvalidData, InvalidSettings
 from understudy.nets.generators import (
     GENERATORS,
     ConvGenerator,
+    DCGANGenerator,
     DenseGenerator,
     GeneratorNetwork,
     ResnetGenerator,
@@ -34,6 +35,7 @@ def seeded(seed=0):
 def a_network(name, shape=(1, 8, 8), classes=3) -> GeneratorNetwork:
     small = {
         "conv": {"hidden": 20},
+        "dcgan": {"width": 4},
         "deconv": {"hidden": 20, "channels": 4},
         "dense": {"hidden": (20, 30)},
         "pixel-norm": {"width": 4},
@@ -49,7 +51,9 @@ def a_generator(name="conv", *, shares=None, **described) -> Generator:
 
 
 every = pytest.mark.parametrize("name", GENERATORS)
-with_batch_norms = pytest.mark.parametrize("name", [n for n in GENERATORS if n != "pixel-norm"])
+with_batch_norms = pytest.mark.parametrize(
+    "name", [n for n in GENERATORS if n not in ("dcgan", "pixel-norm")]
+)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,7 @@ with_batch_norms = pytest.mark.parametrize("name", [n for n in GENERATORS if n !
         (ConvGenerator((1, 28, 28), 10), 166_161),
         (ConvGenerator((1, 28, 28), 10, hidden=500), 406_761),
         (ConvGenerator((1, 28, 28), 10, code=90, hidden=500), 449_261),
+        (DCGANGenerator((1, 28, 28), 10), 1_114_305),
         (DenseGenerator((1, 28, 28), 10), 653_284),
         (ResnetGenerator((3, 32, 32), 10), 3_319_555),
         (ResnetGenerator((3, 64, 64), 0, code=100), 11_745_539),
@@ -326,7 +331,7 @@ def edited(content, *, without=None, **changes):
         ({"format": 2}, "format 2.*reads 1; use a newer version"),
         ({"format": 0}, "format 0"),
         ({"format": "x"}, "not the file of a generator"),
-        ({"network": "diffusion"}, "'diffusion'.*conv, deconv, dense, pixel-norm, resnet"),
+        ({"network": "diffusion"}, "'diffusion'.*conv, dcgan, deconv, dense, pixel-norm, resnet"),
         ({"config": {"shape": [1, 8, 8]}}, "classes"),
         ({"config": {"shape": [1, 8, 8], "classes": 3, "hidden": 21}}, "params/0.bias"),
         ({"config": {"shape": "abc", "classes": 3}}, "not the file of a generator"),

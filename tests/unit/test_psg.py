@@ -10,8 +10,9 @@ from torch import nn
 
 from door import LOOSE, a_vault, some_images
 from understudy.errors import InvalidSettings
+from understudy.methods.canvas import blurred
 from understudy.methods.method import configure
-from understudy.methods.psg import PSG, ImageStep, PSGConfig, blurred, matching_distance
+from understudy.methods.psg import PSG, ImageStep, PSGConfig, matching_distance
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.progress import Progress
@@ -163,7 +164,7 @@ def test_projection_keeps_pixels_in_range(ledger, tmp_path):
     method.run(curator, Progress())
     _, state = curator.restore()
     mean, std = vault.facts.mean[0], vault.facts.std[0]
-    pixels = state["images"] * std + mean
+    pixels = state["painted"]["images"] * std + mean
     assert pixels.min() >= -1e-5
     assert pixels.max() <= 1 + 1e-5
 
@@ -203,7 +204,7 @@ def recorded(ledger, tmp_path, monkeypatch, **settings):
 
     def watched(self, state, *rest):
         result = original(self, state, *rest)
-        steps.append((result[0], rest[-1].item()))
+        steps.append((result[0]["images"], rest[-1].item()))
         return result
 
     monkeypatch.setattr(ImageStep, "__call__", watched)

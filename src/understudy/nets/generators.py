@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from understudy.nets.modules import Shape, Sum, beside, draw, skeleton, xavier_bound
-from understudy.nets.params import Params
+from understudy.nets.params import Params, per_channel
 
 FIRST_MAP = 4
-"""Sides of the first maps of a residual generator are at most this."""
+"""Sides of the first maps, where a generator doubles them as often as it takes, are at most this.
+"""
 DECONV_BOUND = 0.05 * math.sqrt(3)
 """Of weights before training: a standard deviation of 0.05."""
 SMALL_START = 0.1
@@ -65,6 +66,8 @@ class GeneratorNetwork(ABC):
         statistics: Params | None = None,
     ) -> Tensor:
         """Map codes (n, code) and labels (n,) to images (n, c, h, w), 0 black to 1 white.
+
+        Pixels are within, unless the network says otherwise.
 
         Args:
             params: the parameters.
@@ -115,6 +118,11 @@ class GeneratorNetwork(ABC):
     @property
     def _features(self) -> int:
         return self.classes + self.code
+
+    def _first(self, channels: int, sides: tuple[int, int]) -> list[nn.Module]:
+        """Return the layers from one-hot class and code to the first maps."""
+        linear = nn.Linear(self._features, channels * sides[0] * sides[1])
+        return [linear, nn.Unflatten(1, (channels, *sides)), nn.ReLU(), PixelNorm()]
 
     def _cropped(self, layers: Iterable[nn.Module], sides: tuple[int, int]) -> nn.Sequential:
         """Chain layers whose images have `sides`; cut the middle out if these are too large."""
@@ -268,16 +276,49 @@ class PixelNormGenerator(GeneratorNetwork):
         """Build the module from one-hot class and code to image."""
         height, width = (-(-side // 2**self.doublings) for side in self.shape[1:])
         channels = [self.width * 2**number for number in range(self.doublings, -1, -1)]
-        layers: list[nn.Module] = [
-            nn.Linear(self._features, channels[0] * height * width),
-            nn.Unflatten(1, (channels[0], height, width)), nn.ReLU(), PixelNorm(),
-        ]  # fmt: skip
+        layers = self._first(channels[0], (height, width))
         for inputs, outputs in pairwise(channels):
             height, width = 2 * height, 2 * width
             doubled = nn.Upsample(scale_factor=2)
             layers += [doubled, nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), PixelNorm()]
         layers += [nn.Conv2d(channels[-1], self.shape[0], 3, padding=1), nn.Sigmoid()]
         return self._cropped(layers, (height, width))
+
+
+@dataclass(frozen=True)
+class DCGANGenerator(GeneratorNetwork):
+    """The prior of PSG, which took it from GS-WGAN: a linear layer, then transposed convolutions.
+
+    Norms are of one pixel's channels, so an image never depends on its batch. The authors' layers
+    are made for 28 px; for other sizes each doubles the sides, and there are two or more.
+    """
+
+    code: int = 10
+    width: int = 64
+    """Channels of the maps before the last layer; the first have twice or four times as many."""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    """Of each channel's pixels, which the last layer gives in these units, without bounds. If there
+    are none, a sigmoid keeps pixels within [0, 1]."""
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        last = InUnits(self.mean, self.std) if self.mean else nn.Sigmoid()
+        if self.shape[1:] == (28, 28):
+            wide, middle, narrow = 4 * self.width, 2 * self.width, self.width
+            return nn.Sequential(
+                *self._first(wide, (4, 4)),
+                nn.ConvTranspose2d(wide, middle, 5), CentreCrop(7, 7), nn.ReLU(), PixelNorm(),
+                nn.ConvTranspose2d(middle, narrow, 5), nn.ReLU(), PixelNorm(),
+                nn.ConvTranspose2d(narrow, self.shape[0], 8, stride=2), last,
+            )  # fmt: skip
+        doublings = max(2, math.ceil(math.log2(max(self.shape[1:]) / FIRST_MAP)))
+        height, width = (-(-side // 2**doublings) for side in self.shape[1:])
+        channels = [self.width * 2**number for number in range(doublings - 1, -1, -1)]
+        layers = self._first(channels[0], (height, width))
+        for inputs, outputs in pairwise((*channels, self.shape[0])):
+            layers += [nn.ConvTranspose2d(inputs, outputs, 4, 2, 1), nn.ReLU(), PixelNorm()]
+        return self._cropped([*layers[:-2], last], (height * 2**doublings, width * 2**doublings))
 
 
 def batch_norm(features: int, keeps: bool) -> nn.Module:
@@ -322,6 +363,18 @@ class CentreCrop(nn.Module):
         return images[..., top : top + self.height, left : left + self.width]
 
 
+class InUnits(nn.Module):
+    """Bring images in units of each channel's standard deviation, from its mean, to pixels."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.mean, self.std = mean, std
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Rescale; pixels may be below 0 or above 1."""
+        return images * per_channel(self.std, images) + per_channel(self.mean, images)
+
+
 class BlackToWhite(nn.Module):
     """Bring [-1, 1] to [0, 1]."""
 
@@ -332,6 +385,7 @@ class BlackToWhite(nn.Module):
 
 GENERATORS: dict[str, type[GeneratorNetwork]] = {
     "conv": ConvGenerator,
+    "dcgan": DCGANGenerator,
     "deconv": DeconvGenerator,
     "dense": DenseGenerator,
     "pixel-norm": PixelNormGenerator,

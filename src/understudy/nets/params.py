@@ -39,6 +39,13 @@ def uniform_fan_in(shape: Sequence[int], *, fan_in: int, generator: torch.Genera
     return uniform(shape, bound=1 / math.sqrt(fan_in), generator=generator)
 
 
+def per_channel(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return `values` as a tensor (c, 1, 1) beside `like`, made there: nothing is copied."""
+    return torch.cat(
+        [torch.full((1, 1, 1), v, dtype=like.dtype, device=like.device) for v in values]
+    )
+
+
 def parameter_count(params: Params) -> int:
     """Count the scalars in `params`."""
     return sum(tensor.numel() for tensor in params.values())

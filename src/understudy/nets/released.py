@@ -70,6 +70,7 @@ class Generator:
         """Draw images (n, c, h, w), whole bytes from 0 black to 1 white, and labels (n,) in order.
 
         The same arguments give the same set on the same device. Labels are -1 without classes.
+        Pixels beyond black and white become black and white.
 
         Args:
             count: how many images in all; classes get their shares, rounded to add up.
@@ -77,15 +78,17 @@ class Generator:
             per_class: how many of each class instead.
         """
         device = next(iter(self.params.values())).device
-        generator = public_generator(seed, "sample")
         labels = self._labels(count, per_class)
-        drawn = torch.empty((len(labels), *self.network.shape), dtype=torch.uint8)
-        for start in range(0, len(labels), CHUNK):
-            chosen = labels[start : start + CHUNK]
-            codes = self.network.codes(len(chosen), generator).to(device)
-            images = self.network(self.params, codes, chosen.to(device), statistics=self.statistics)
-            drawn[start : start + CHUNK] = (images * 255).round().byte().cpu()
-        return from_whole_bytes(drawn), labels
+        drawn = []
+        parts = zip(
+            codes_of(self.network, len(labels), seed), torch.split(labels, CHUNK), strict=True
+        )
+        for codes, chosen in parts:
+            images = self.network(
+                self.params, codes.to(device), chosen.to(device), statistics=self.statistics
+            )
+            drawn.append((images.clamp(0, 1) * 255).round().byte().cpu())
+        return from_whole_bytes(torch.cat(drawn)), labels
 
     def _labels(self, count: int | None, per_class: int | None) -> Tensor:
         classes = self.network.classes
@@ -156,6 +159,13 @@ class Generator:
             return cls.from_bytes(path.read_bytes())
         except (OSError, InvalidData) as error:
             raise InvalidData(f"{path}: {error}") from error
+
+
+def codes_of(network: GeneratorNetwork, count: int, seed: int) -> Iterator[Tensor]:
+    """Yield the codes that a sample of `count` images is drawn from, part by part."""
+    generator = public_generator(seed, "sample")
+    for start in range(0, count, CHUNK):
+        yield network.codes(min(CHUNK, count - start), generator)
 
 
 def divided(count: int, shares: Sequence[float]) -> list[int]:

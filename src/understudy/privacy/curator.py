@@ -106,16 +106,30 @@ class Curator(Sealed):
     # Releases
 
     def gradient(
-        self, loss: Loss, params: Params, *, clip_norm: float, release: str = "gradient"
+        self,
+        loss: Loss,
+        params: Params,
+        public: Params | None = None,
+        *,
+        clip_norm: float,
+        release: str = "gradient",
     ) -> Params:
         """Return the noisy mean over the expected batch of clipped per-unit gradients of `loss`.
 
         Work since the last commit is lost in a crash, and the release is then made again with fresh
         sampling and noise; call `checkpoint` often.
+
+        Args:
+            loss: of one record.
+            params: what it is differentiated by.
+            public: what else it gets, among `params` by names of their own, and no gradient of:
+                what changes from call to call and is the same for all records.
+            clip_norm: L2 norm that a unit's gradient is scaled to, at most.
+            release: its name in the plan.
         """
         dimension = sum(tensor.numel() for tensor in params.values())
         access = self._open(release, "gradient", dimension=dimension, bound=clip_norm)
-        return gradient(access, loss, params, clip_norm=clip_norm)
+        return gradient(access, loss, params, public, clip_norm=clip_norm)
 
     def class_sums(self, embedding: Embedding, *, release: str = "class_sums") -> dict[str, Tensor]:
         """Return the noisy sums of each block of `embedding`, by its name.

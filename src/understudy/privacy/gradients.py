@@ -7,7 +7,7 @@ their rows by layer; the others, or all if the loss cannot be followed, record b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,19 +21,23 @@ from understudy.privacy.layers import Layer, Tape
 from understudy.privacy.records import Rows
 
 Loss = Callable[[Params, Tensor, Tensor], Tensor]
-"""Map (params, image (c, h, w) in [0, 1], label ()) of one record to its loss."""
+"""Map (params, image (c, h, w) in [0, 1], label ()) of one record to its loss.
+
+Among `params` are the public tensors that a release was given beside the parameters.
+"""
 
 
 class GradientRows:
-    """Map (params, images, labels) to the records' gradients, one block of rows per parameter.
+    """Map (inputs, images, labels) to the records' gradients, one block of rows per parameter.
 
     Args:
         loss: the loss of one record.
+        public: names of inputs that are no parameters: the same for all records, no gradient.
         by_layer: whether to go layer by layer where possible; False to let `vmap` do it all.
     """
 
-    def __init__(self, loss: Loss, *, by_layer: bool = True) -> None:
-        self.loss, self.by_layer = loss, by_layer
+    def __init__(self, loss: Loss, *, public: Collection[str] = (), by_layer: bool = True) -> None:
+        self.loss, self.public, self.by_layer = loss, frozenset(public), by_layer
         self._found: Found | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -43,21 +47,27 @@ class GradientRows:
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[Loss, bool]:
-        return self.loss, self.by_layer
+    def _key(self) -> tuple[Loss, frozenset[str], bool]:
+        return self.loss, self.public, self.by_layer
 
-    def __call__(self, params: Params, images: Tensor, labels: Tensor) -> Rows:
-        """Return a block (n, *shape) for each parameter, in `params`' order."""
+    def __call__(self, inputs: Params, images: Tensor, labels: Tensor) -> Rows:
+        """Return a block (n, *shape) for each parameter, in the inputs' order."""
+        params = {name: tensor for name, tensor in inputs.items() if name not in self.public}
+        known = {name: inputs[name].detach() for name in sorted(self.public)}
+
+        def loss(params: Params, image: Tensor, label: Tensor) -> Tensor:
+            return self.loss(params | known, image, label)
+
         if self._found is None:
             self._found = (
-                find_layers(self.loss, params, images[0], labels[0]) if self.by_layer else ([], [])
+                find_layers(loss, params, images[0], labels[0]) if self.by_layer else ([], [])
             )
         layers, copied = self._found
         if not layers:
-            per_record = OneByOne(lambda x, y: grad(self.loss)(params, x, y))
+            per_record = OneByOne(lambda x, y: grad(loss)(params, x, y))
             found = cast(Params, per_record(images, labels))
         else:
-            found = _rows_by_layer(self.loss, params, (layers, copied), (images, labels))
+            found = _rows_by_layer(loss, params, (layers, copied), (images, labels))
         return [found[name] for name in params]
 
 

@@ -4,7 +4,7 @@
 [measure]        protocol, models and seeds of the evaluation
 [[published]]    a number of the paper, and the fields of the cell that it belongs to
 [table]          which fields make the lines, and which one the columns
-[smoke]          what `--scale smoke` replaces
+[smoke]          what `--scale smoke` replaces; a group's own `smoke`: of its settings
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ OF_RUN = (
     "snapshots",
     "variant",
 )
+
+OF_GROUP = ("settings", "reading", "smoke")
+"""What a group of runs has beside the fields of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,7 @@ def load_experiment(name: str, scale: Scale = "full") -> Experiment:
     runs = [
         run
         for group in content["runs"].values()
-        for run in _expanded(group | _without_settings(changed), changed.get("settings", {}))
+        for run in _expanded(group | _without_settings(changed), _forced(group, changed))
     ]
     return Experiment(
         name=name,
@@ -156,9 +159,15 @@ def _without_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in changed.items() if key not in ("settings", "measure")}
 
 
+def _forced(group: Mapping[str, Any], changed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings that a small scale forces on a group of runs."""
+    forced: Mapping[str, Any] = changed.get("settings", {})
+    return group.get("smoke", forced) if changed else forced
+
+
 def _expanded(group: Mapping[str, Any], forced: Mapping[str, Any]) -> Iterator[PlannedRun]:
     """Yield a run for each combination of the listed values."""
-    fields = {key: value for key, value in group.items() if key not in ("settings", "reading")}
+    fields = {key: value for key, value in group.items() if key not in OF_GROUP}
     reading = tuple(sorted(group.get("reading", {}).items()))
     unknown = set(fields) - set(OF_RUN)
     if unknown:

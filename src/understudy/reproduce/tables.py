@@ -18,7 +18,12 @@ NOT_COMPARABLE = (
     "Scale smoke: tiny settings on built-in data, to see that everything works. The numbers say "
     "nothing about the method and are not comparable with published ones."
 )
-WORDS = {"images_per_class": "images per class", "fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
+WORDS = {
+    "images_per_class": "images per class",
+    "cifar10": "CIFAR-10",
+    "fashion-mnist": "Fashion-MNIST",
+    "mnist": "MNIST",
+}
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,18 @@ from understudy.privacy.gradients import GradientRows, Loss, split_like
 from understudy.privacy.sampling import Access
 
 
-def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) -> Params:
+def gradient(
+    access: Access, loss: Loss, params: Params, public: Params | None = None, *, clip_norm: float
+) -> Params:
     """Return the noisy mean gradient over the expected batch, shaped like `params`.
+
+    The loss also gets `public`: tensors that are the same for all records, and known to everyone.
 
     Privacy:
         Reads: the records of a Poisson sample of units.
         Bound: the gradients of a unit's records are summed, over all parameters as one vector,
-            which is scaled to an L2 norm of at most `clip_norm`.
+            which is scaled to an L2 norm of at most `clip_norm`, whatever the loss and its public
+            inputs are. A unit's gradient depends on these and its own records alone.
         Sensitivity: `clip_norm`, when one unit is replaced by an empty one.
         Dominating pair: N(0, z^2) against (1 - q) N(0, z^2) + q N(1, z^2), both orders.
         Charges: one Poisson-sampled Gaussian of rate q and noise multiplier z.
@@ -29,8 +34,9 @@ def gradient(access: Access, loss: Loss, params: Params, *, clip_norm: float) ->
     if access.group.size > 1:  # rounding may have led the others' parameters elsewhere
         flat = torch.cat([tensor.flatten() for tensor in params.values()])
         params = split_like(access.group.from_leader(flat), params)
-    rows = GradientRows(loss)
+    known = public or {}
+    rows = GradientRows(loss, public=known)
     total = noisy_bounded_sum(
-        access, rows, params, dimension=dimension, bound=clip_norm, many_times=True
+        access, rows, params | known, dimension=dimension, bound=clip_norm, many_times=True
     )
     return split_like(total / access.expected_batch, params)
