@@ -163,8 +163,9 @@ def _best(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[
     With little budget, networks are drawn and dropped quickly. A single image per class is matched
     on fresh networks alone: one trained on ten images only knows these by heart.
     """
-    rounds, outer, inner = (1000, 10, 50) if epsilon >= 5 else (160, 5, 10)
-    if _per_class(given) == 1:
+    per_class = _per_class(given)
+    rounds, outer, inner = (1000, 10, max(1, 500 // per_class)) if epsilon >= 5 else (160, 5, 10)
+    if per_class == 1:
         rounds, outer, inner = rounds * outer, 1, 1
     return _beside(
         given,
