@@ -81,6 +81,9 @@ class Reading:
     """Where labels are written, likewise; by default class folders, labels.csv or `label`."""
     classes: int | Sequence[str] | None = None
     """Number of classes, or their names in order; by default what the labels show."""
+    only: Sequence[str] | None = None
+    """Records of these classes alone, also as one text with commas: what one of several parties has
+    (docs/continual.md); by default all."""
     size: str | int | None = None
     """Scale and crop each image to this size: 32, or HEIGHTxWIDTH."""
     channels: Literal[1, 3] | None = None
