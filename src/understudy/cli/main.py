@@ -84,7 +84,9 @@ def build_app(tokens: Sequence[str]) -> App:
         if name == command and name in WITH_METHOD_SETTINGS:
             module = importlib.import_module(f"understudy.cli.{name}")
             method = _option(tokens, "--method") or module.DEFAULT_METHOD
-            app.command(module.build(method), name=name, help=explain)
+            built = module.build(method)
+            named = {} if isinstance(built, App) else {"name": name, "help": explain}
+            app.command(built, **named)
         else:
             app.command(f"understudy.cli.{name}:command", name=name, help=explain)
     return app
