@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from understudy.card import never_less
-from understudy.charts import Chart, Series, line_chart, linear, shares, standalone
+from understudy.charts import Chart, Series, counted, line_chart, shares, standalone
 from understudy.data.images import LabelledImages
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.evaluation.downstream import Evaluation, TrainingSet, check_fit
@@ -145,7 +145,7 @@ class Curve:
                 )
                 for number, (model, points) in enumerate(lines.items())
             ],
-            x=linear("stage", 1, max(2, len(self.statement.parts))),
+            x=counted("stage", len(self.statement.parts)),
             y=shares("test accuracy"),
         )
 

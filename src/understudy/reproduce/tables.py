@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from understudy.charts import Chart, Series, line_chart, linear, shares, standalone
+from understudy.charts import Chart, Series, counted, line_chart, linear, shares, standalone
 from understudy.reproduce.experiment import FID, Experiment
 
 Cell = Mapping[str, Any]
@@ -125,14 +125,18 @@ def curves(cells: Sequence[Cell]) -> Grid:
     rows = [
         (
             cell["run"], cell["model"],
-            f"{point['epsilon']:.2f}" if "epsilon" in point else f"stage {point['stage']}",
-            str(point.get("releases", "-")),
+            *(
+                [f"stage {point['stage']}"] if "stage" in point
+                else [f"{point['epsilon']:.2f}", str(point["releases"])]
+            ),
             f"{100 * point['mean']:.1f} ± {100 * point['std']:.1f}",
         )
         for cell in cells
         for point in cell.get("curve", ())
     ]  # fmt: skip
-    return Grid(("run", "model", "epsilon spent", "releases", "accuracy, %"), rows)
+    are_staged = any(_is_staged(cell) for cell in cells)
+    when = ["after"] if are_staged else ["epsilon spent", "releases"]
+    return Grid(("run", "model", *when, "accuracy, %"), rows)
 
 
 def figures(cells: Sequence[Cell]) -> dict[str, Chart]:
@@ -149,14 +153,14 @@ def figures(cells: Sequence[Cell]) -> dict[str, Chart]:
 
 
 def _is_staged(cell: Cell) -> bool:
-    return "stage" in cell["curve"][0]
+    return bool(cell.get("stages"))
 
 
 def _figure(cells: Sequence[Cell]) -> Chart:
     first = cells[0]
-    at, along, when = "epsilon", "epsilon spent", "against the epsilon spent"
+    at, when = "epsilon", "against the epsilon spent"
     if _is_staged(first):
-        at, along, when = "stage", "stage", f"after each stage, epsilon {first['epsilon']:g}"
+        at, when = "stage", f"after each stage, epsilon {first['epsilon']:g}"
     series = [
         Series(
             f"{cell['method']} {cell['preset']}, seed {cell['seed']}",
@@ -171,7 +175,7 @@ def _figure(cells: Sequence[Cell]) -> Chart:
         f"{_word(first['data'])}: accuracy {when}",
         "One line for each run; bars are standard deviations over evaluation networks.",
         series,
-        x=linear(along, 1 if at == "stage" else 0, max(places)),
+        x=counted(at, round(max(places))) if at == "stage" else linear("epsilon spent", 0, max(places)),
         y=shares("test accuracy"),
     )
 
