@@ -50,6 +50,11 @@ def test_classes_are_asked_for_by_name_or_number(asked, chosen):
     assert chosen_classes(CLOTHES, asked) == chosen
 
 
+def test_all_classes_may_be_one_text():
+    assert Reading(classes=["ant, bee"]).classes == ("ant", "bee")
+    assert Reading(classes=["ant", "bee, or wasp"]).classes == ["ant", "bee, or wasp"]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -175,7 +175,9 @@ def _figure(cells: Sequence[Cell]) -> Chart:
         f"{_word(first['data'])}: accuracy {when}",
         "One line for each run; bars are standard deviations over evaluation networks.",
         series,
-        x=counted(at, round(max(places))) if at == "stage" else linear("epsilon spent", 0, max(places)),
+        x=counted(at, round(max(places)))
+        if at == "stage"
+        else linear("epsilon spent", 0, max(places)),
         y=shares("test accuracy"),
     )
 
