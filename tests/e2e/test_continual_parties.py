@@ -31,9 +31,9 @@ def work(folder: Path, arguments: list[str]) -> None:
     opened: list[str] = []
 
     def note(event: str, details: tuple) -> None:
-        if event in ("open", "os.listdir", "os.scandir", "sqlite3.connect") and details[0]:
-            if not isinstance(details[0], int):
-                opened.append(os.path.abspath(os.fsdecode(details[0])))
+        reads = event in ("open", "os.listdir", "os.scandir", "sqlite3.connect")
+        if reads and isinstance(details[0], str | bytes | Path):
+            opened.append(os.path.abspath(os.fsdecode(details[0])))
 
     sys.addaudithook(note)
     sys.stdout, sys.stderr = (folder / "out.txt").open("w"), (folder / "err.txt").open("w")

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import understudy
-from door import some_images
-from test_certificate import seal
+from door import seal, some_images
 from understudy.continual import curve as curves
 from understudy.continual import stages as making
 from understudy.continual.curve import evaluate_stages, receive, sentence
