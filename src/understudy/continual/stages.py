@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from understudy.data.images import LabelledImages, chosen_classes, part_of
 from understudy.data.reading import RECORD
 from understudy.errors import Interrupted, InvalidSettings
@@ -52,7 +54,7 @@ def gather(parts: Sequence[LabelledImages]) -> list[LabelledImages]:
     """
     stages, known = [], dict[str, None]()
     for part in parts:
-        present = [name for n, name in enumerate(part.class_names) if n in set(part.labels)]
+        present = [part.class_names[label] for label in np.unique(part.labels)]
         own = part_of(part, present) if len(present) < len(part.class_names) else part
         known |= dict.fromkeys(own.class_names)
         is_more = not own.among and len(known) > len(own.class_names)
