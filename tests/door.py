@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from understudy.data.images import LabelledImages, labelled_images
+from understudy.files import canonical_json
 from understudy.privacy.curator import Curator
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Block, Budget, Plan, PlannedRelease
@@ -152,3 +154,9 @@ def linear_params(classes: int = 3, pixels: int = 64) -> dict[str, Tensor]:
         "weight": torch.randn(classes, pixels, generator=generator) * 0.1,
         "bias": torch.zeros(classes),
     }
+
+
+def seal(content: dict) -> bytes:
+    """Close a certificate again, as a forger without the ledger's key could."""
+    content = {key: value for key, value in content.items() if key != "seal"}
+    return canonical_json(content | {"seal": hashlib.sha256(canonical_json(content)).hexdigest()})

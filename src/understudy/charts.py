@@ -158,6 +158,15 @@ def shares(label: str) -> Axis:
     return Axis(label, 0, 1, tuple((k / 4, f"{25 * k} %") for k in range(5)))
 
 
+def counted(label: str, last: int) -> Axis:
+    """Return an axis with a tick at each whole number from 1 to `last`.
+
+    >>> counted("stage", 3).ticks
+    ((1.0, '1'), (2.0, '2'), (3.0, '3'))
+    """
+    return Axis(label, 1.0, last, tuple((float(n), str(n)) for n in range(1, last + 1)))
+
+
 def decades(label: str, low: float, high: float) -> Axis:
     """Return a logarithmic axis with a tick at each power of ten."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)

@@ -23,7 +23,7 @@ from understudy.training.engine import choose_device
 
 def load_result(directory: str | Path) -> Result:
     """Read a finished run; only its `release/` is needed."""
-    release = _release(directory)
+    release = released_part(directory)
     synthetic = SyntheticSet.load(release / SET_FILE)
     if (release / GENERATOR_FILE).exists():
         synthetic = replace(synthetic, generator=Generator.load(release / GENERATOR_FILE))
@@ -56,7 +56,7 @@ def sample(
         device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
         without_guarantee: draw from a generator that has no guarantee.
     """
-    release, file = _release(directory), Path(out) if out else None
+    release, file = released_part(directory), Path(out) if out else None
     if file and file.exists():
         raise OutputExists(f"{file} exists already; choose another --out, or remove it")
     certificate = verified(release, without_guarantee=without_guarantee)
@@ -100,7 +100,9 @@ def export(
     run = Path(directory).resolve()
     run = run.parent if run.name == "release" else run
     wanted = Path(out) if out else run.with_name(f"{run.name}-{to}")
-    count = export_release(_release(directory), to, wanted, without_guarantee=without_guarantee)
+    count = export_release(
+        released_part(directory), to, wanted, without_guarantee=without_guarantee
+    )
     return Exported(wanted, count)
 
 
@@ -112,14 +114,15 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
         ledger: the custodian's ledger, to check the certificate's origin too; True for the one that
             the run was made with.
     """
-    release = _release(directory)
+    release = released_part(directory)
     if ledger is False:
         return certificates.verify(release)
     with opened(ledger_of(directory) if ledger is True else ledger, create=False) as book:
         return certificates.verify(release, ledger=book)
 
 
-def _release(directory: str | Path) -> Path:
+def released_part(directory: str | Path) -> Path:
+    """Return the folder that may be shared: of a run its `release/`, or what is given itself."""
     path = Path(directory)
     if not path.exists() and partial(path).exists():
         raise InvalidData(

@@ -93,6 +93,10 @@ class Request:
         """Return the guarantee asked for."""
         return Budget(epsilon=self.epsilon, delta=self.delta, accountant=self.accountant)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self) | {"epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf"}
+
 
 def planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Plan]:
     """Complete the settings and plan the releases; refuses whatever cannot work."""
@@ -174,12 +178,10 @@ class Job:
 
     def _begin(self, configured: Configured, run_id: str) -> str:
         """Write the run's settings, or check that an unfinished run has the same."""
-        epsilon = self.asked.epsilon
         settings = {
             "data_set": self.vault.registration.name,
             "unit": self.vault.facts.unit,
-            "request": asdict(self.asked)
-            | {"epsilon": epsilon if math.isfinite(epsilon) else "inf"},
+            "request": self.asked.to_json(),
             "config": asdict(configured.config),
         }
         if not (self.resume and self.directory.has_settings):  # killed before it began: begin

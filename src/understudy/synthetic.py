@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import Dataset
 
 from understudy.errors import InvalidData
@@ -142,7 +144,7 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
             rows.append(torch.cat([of_class.cpu(), blank]))
         tiles = torch.stack(rows)  # (classes, per_class, c, h, w)
         tiles = tiles.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
-        tiles = torch.nn.functional.pad(tiles, (2, 2, 2, 2), value=1.0)
+        tiles = functional.pad(tiles, (2, 2, 2, 2), value=1.0)
         classes, columns, channels, height, width = tiles.shape
         sheet = tiles.permute(2, 0, 3, 1, 4).reshape(channels, classes * height, columns * width)
         return png(sheet)
@@ -150,6 +152,31 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     def picture(self, index: int) -> bytes:
         """Draw one image as PNG, a pixel for a pixel."""
         return png(self.images[index])
+
+
+def join(sets: Sequence[SyntheticSet]) -> SyntheticSet:
+    """Put sets together by the names of their classes, which come in order of appearance.
+
+    >>> blank = torch.zeros(2, 1, 4, 4)
+    >>> both = join([SyntheticSet(blank, torch.arange(2), names) for names in ("ab", "cb")])
+    >>> both.class_names, both.labels.tolist()
+    (('a', 'b', 'c'), [0, 1, 2, 1])
+    """
+    names = tuple(dict.fromkeys(name for one in sets for name in one.class_names))
+    labels, soft = [], []
+    for one in sets:
+        places = torch.tensor([names.index(name) for name in one.class_names])
+        known = one.labels >= 0
+        labels.append(torch.where(known, places[one.labels.clamp(min=0)], one.labels))
+        shares = torch.zeros(len(one), len(names))
+        if one.soft_labels is not None:
+            shares[:, places] = one.soft_labels
+        else:
+            shares[known] = functional.one_hot(labels[-1][known], len(names)).float()
+        soft.append(shares)
+    has_soft = any(one.soft_labels is not None for one in sets)
+    images = torch.cat([one.images for one in sets])
+    return SyntheticSet(images, torch.cat(labels), names, torch.cat(soft) if has_soft else None)
 
 
 def whole_bytes(images: Tensor) -> Tensor | None:

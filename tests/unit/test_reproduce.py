@@ -207,6 +207,34 @@ def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):
     assert "<polyline" in (tmp_path / "psg-headline.html").read_text()
 
 
+def test_stages_are_drawn_one_picture_for_each_epsilon(tmp_path):
+    experiment = load_experiment("psg-figure-3", "smoke")
+    curve = [{"stage": n, "mean": 0.9, "std": 0.01, "accuracies": [0.9]} for n in (1, 2)]
+    cells = [
+        cell(**run.fields() | {"run": run.name}, curve=curve, accuracies=[0.9])
+        for run in experiment.runs
+    ]
+    files = {file.name for file in executor.Kept(experiment, tmp_path).write(*cells)}
+    drawn = {f"psg-figure-3-smoke-digits-eps{epsilon}.svg" for epsilon in (1, 10)}
+    assert drawn < files
+    text = (tmp_path / "psg-figure-3-smoke.md").read_text()
+    assert "| convnet | stage 2 | 90.0 ± 1.0 |" in text
+    picture = ElementTree.fromstring((tmp_path / drawn.pop()).read_text())
+    assert len(picture.findall(".//{http://www.w3.org/2000/svg}polyline")) == 2  # psg, dp-merf
+
+
+def test_an_experiment_in_stages_measures_after_each(tmp_path):
+    run = replace(tiny_experiment().runs[0], stages="5,6 1,2")
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    outcome = reproduce(tiny_experiment(runs=(run,)), place)
+    (found,) = outcome.cells
+    assert [point["stage"] for point in found["curve"]] == [1, 2]
+    assert found["accuracies"] == found["curve"][-1]["accuracies"]
+    assert found["certified_epsilon"] <= 8  # the largest, for the ledger proves them disjoint
+    assert found["releases"] == 2 * 2
+    assert len(found["seconds"]) == 2
+
+
 def test_distances_stand_as_they_are():
     experiment = load_experiment("dp-mepf-cifar10")
     run = experiment.runs[0].fields()

@@ -19,8 +19,8 @@ DEFAULT_METHOD = "psg"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """Options of a run."""
+class RunOptions:
+    """What a run is asked for."""
 
     method: str = DEFAULT_METHOD
     """Method of generation; see `understudy methods`."""
@@ -32,19 +32,25 @@ class GenerateOptions:
     """Privacy-loss distributions (less noise), or Rényi as the papers did."""
     preset: str = "auto"
     """Named settings of the method."""
-    out: Path | None = None
-    """Directory of the run; by default runs/DATA-METHOD-epsEPSILON."""
-    resume: bool = False
-    """Go on with an unfinished run: the same command plus this flag."""
+    seed: int = 0
+    """Seed of public randomness. Batches and noise are secret and do not follow it."""
     snapshots: int = 0
     """How many sets to keep on the way, in private/, to see how accuracy grew with epsilon."""
     keep_private_state: bool = False
     """Let a method with teachers write what they learned to private/, to be able to resume; it is
     deleted at the end of the run."""
-    seed: int = 0
-    """Seed of public randomness. Batches and noise are secret and do not follow it."""
     allow_large_delta: bool = False
     """Accept delta >= 1/N0; the certificate will say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """Where a run goes, and what it is charged to."""
+
+    out: Path | None = None
+    """Directory of the run; by default runs/DATA-METHOD-epsEPSILON."""
+    resume: bool = False
+    """Go on with an unfinished run: the same command plus this flag."""
     ledger: Path | None = None
     """The ledger, if not the user's own."""
     config: Path | None = None
@@ -58,7 +64,8 @@ def build(method: str) -> Callable[..., None]:
     def generate(
         data: str,
         *,
-        options: Annotated[GenerateOptions | None, Parameter(name="*")] = None,
+        options: Annotated[RunOptions | None, Parameter(name="*")] = None,
+        place: Annotated[PlaceOptions | None, Parameter(name="*")] = None,
         reading: Annotated[Reading | None, Parameter(name="*", negative_iterable=())] = None,
         terms: Annotated[RegistrationTerms | None, Parameter(name="*")] = None,
         machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
@@ -72,26 +79,18 @@ def build(method: str) -> Callable[..., None]:
         data
             Name of a known set (digits, mnist, ...), or path of a folder or file of images.
         """
-        options = options or GenerateOptions()
+        place = place or PlaceOptions()
         out = make_output(output)
         result = synthesize(
             load_data(data, progress=out, **vars(reading or Reading())),
-            out=options.out,
-            ledger=options.ledger,
-            resume=options.resume,
-            snapshots=options.snapshots,
-            keep_private_state=options.keep_private_state,
+            out=place.out,
+            ledger=place.ledger,
+            resume=place.resume,
             terms=terms,
             **vars(machine or MachineOptions()),
             progress=out,
-            method=options.method,
-            epsilon=options.epsilon,
-            delta=options.delta,
-            accountant=options.accountant,
-            preset=options.preset,
+            **vars(options or RunOptions()),
             settings=given(settings),
-            seed=options.seed,
-            allow_large_delta=options.allow_large_delta,
         )
         certificate = result.certificate
         guarantee = (

@@ -35,12 +35,17 @@ COMMANDS = {
     "ledger": "Show what was spent on each data set.",
     "fetch": "Get a known public data set, such as mnist, or weights of a public network.",
     "pretrain": "Train an encoder on public images, for methods that use one.",
+    "continual": "Learn in stages of different parties, handing on released sets alone.",
     "reproduce": "Make a paper's table again, measured beside published.",
     "federated": "Train with images that stay with their owners, over Flower.",
     "methods": "List the methods, or the settings of one.",
 }
-INTERRUPTED = {"evaluate": "see --missing", "pretrain": "nothing was written"}
-WITH_METHOD_SETTINGS = ("generate", "plan")
+INTERRUPTED = {
+    "evaluate": "see --missing",
+    "pretrain": "nothing was written",
+    "continual": "the same command goes on",
+}
+WITH_METHOD_SETTINGS = ("generate", "plan", "continual")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +84,9 @@ def build_app(tokens: Sequence[str]) -> App:
         if name == command and name in WITH_METHOD_SETTINGS:
             module = importlib.import_module(f"understudy.cli.{name}")
             method = _option(tokens, "--method") or module.DEFAULT_METHOD
-            app.command(module.build(method), name=name, help=explain)
+            built = module.build(method)
+            named = {} if isinstance(built, App) else {"name": name, "help": explain}
+            app.command(built, **named)
         else:
             app.command(f"understudy.cli.{name}:command", name=name, help=explain)
     return app

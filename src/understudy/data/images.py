@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from understudy.data.storage import CHUNK, allocate
 from understudy.errors import InvalidData
 
 MAX_CLASSES = 1000
+NAMED_CLASSES = 4
+"""So many classes stand in the name of a part of a set, at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,8 @@ class LabelledImages:
     labels: NDArray[np.int64]
     units: NDArray[np.int64]
     class_names: tuple[str, ...]
+    among: tuple[str, ...] = ()
+    """All classes of the task, if these records are of some of them and others have the rest."""
     name: str = "array"
     source: str | None = None
     reading: Reading = field(default_factory=Reading)
@@ -100,6 +105,75 @@ def labelled_images(
     ):
         _check_name(what, name)
     return LabelledImages(pixels, numbers, slots, names, unit=name_of_unit, **described)
+
+
+def part_of(data: LabelledImages, only: str | Sequence[str]) -> LabelledImages:
+    """Return the records of some classes, and of its test split; the others stay known by name.
+
+    Args:
+        data: the whole.
+        only: names of classes, also as one text with commas; a number stands for the class at that
+            place, from 0, if no class is called so.
+    """
+    chosen = chosen_classes(data.class_names, only)
+    place = np.full(len(data.class_names), -1)
+    place[[data.class_names.index(name) for name in chosen]] = np.arange(len(chosen))
+
+    def part(whole: LabelledImages) -> LabelledImages:
+        kept = np.flatnonzero(place[whole.labels] >= 0)
+        if not len(kept):
+            raise InvalidData(
+                f"{whole.name} has no images of {', '.join(chosen[:NAMED_CLASSES])}; correct --only"
+            )
+        pixels = allocate((len(kept), *whole.shape))
+        rows = max(1, CHUNK // max(1, whole.images[:1].nbytes))
+        for start in range(0, len(kept), rows):
+            pixels[start : start + rows] = whole.images[kept[start : start + rows]]
+        return replace(
+            whole,
+            images=pixels,
+            labels=place[whole.labels[kept]],
+            units=_unit_slots(whole.units[kept], len(kept)),
+            class_names=chosen,
+            among=data.class_names,
+            name=_name_of_part(whole.name, chosen),
+            reading=replace(whole.reading, only=chosen),
+            test=None,
+        )
+
+    return replace(part(data), test=data.test and part(data.test))
+
+
+def chosen_classes(names: Sequence[str], only: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the classes that were asked for, in the order of `names`.
+
+    >>> chosen_classes(("ant", "bee", "cat"), "cat, 0")
+    ('ant', 'cat')
+    """
+    chosen = set()
+    for text in [only] if isinstance(only, str) else only:
+        for asked in [text] if text in names else [word.strip() for word in text.split(",")]:
+            if asked in names:
+                chosen.add(asked)
+            elif asked.isascii() and asked.isdigit() and int(asked) < len(names):
+                chosen.add(names[int(asked)])
+            else:
+                raise InvalidData(
+                    f"there is no class '{asked}', expected some of {', '.join(names[:10])}; "
+                    "correct it"
+                )
+    if len(chosen) < 2:
+        raise InvalidData(
+            f"{len(chosen)} of the classes is asked for, expected 2 or more: a set of one class "
+            "teaches nothing; name more"
+        )
+    return tuple(name for name in names if name in chosen)
+
+
+def _name_of_part(whole: str, chosen: Sequence[str]) -> str:
+    if len(chosen) > NAMED_CLASSES:
+        return f"{whole}-{len(chosen)}-classes"
+    return "-".join([whole, *(re.sub(r"[^\w.]+", "_", name) for name in chosen)])
 
 
 def _check_name(what: str, name: str) -> None:

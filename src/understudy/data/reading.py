@@ -80,7 +80,11 @@ class Reading:
     labels: str | None = None
     """Where labels are written, likewise; by default class folders, labels.csv or `label`."""
     classes: int | Sequence[str] | None = None
-    """Number of classes, or their names in order; by default what the labels show."""
+    """Number of classes, or their names in order, also as one text with commas; by default what the
+    labels show."""
+    only: Sequence[str] | None = None
+    """Records of these classes alone, also as one text with commas: what one of several parties has
+    (docs/continual.md); by default all."""
     size: str | int | None = None
     """Scale and crop each image to this size: 32, or HEIGHTxWIDTH."""
     channels: Literal[1, 3] | None = None
@@ -94,6 +98,9 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.target_size()
+        if isinstance(self.classes, Sequence) and len(self.classes) == 1:  # never a list of one
+            names = tuple(name.strip() for name in self.classes[0].split(","))
+            object.__setattr__(self, "classes", names)
         if self.channels not in (None, 1, 3):
             raise InvalidSettings(f"channels is {self.channels}, expected 1 (grey) or 3 (colour)")
 

@@ -13,7 +13,7 @@ from understudy.data.digits import read_digits
 from understudy.data.fetch import fetch, stored
 from understudy.data.folder import read_folder
 from understudy.data.idx import is_idx, read_idx
-from understudy.data.images import LabelledImages
+from understudy.data.images import LabelledImages, part_of
 from understudy.data.mosaic import is_mosaic, read_mosaic
 from understudy.data.npz import read_npz
 from understudy.data.parquet import is_parquet, read_parquet
@@ -31,6 +31,11 @@ def read_source(
     <LabelledImages digits: 10 classes, shape (1, 8, 8)>
     """
     how, report = reading or Reading(), progress or Progress()
+    whole = _read_whole(source, how, report)
+    return part_of(whole, how.only) if how.only else whole
+
+
+def _read_whole(source: str | Path, how: Reading, report: Progress) -> LabelledImages:
     if not str(source) or not str(source).isprintable():
         raise InvalidData(
             f"the source is called {str(source)!r}; expected a known set, or a path that can be "

@@ -193,8 +193,7 @@ class Evaluation:
 
     def _measured(self, same: Mapping[str, Any], train: TrainingSet) -> Utility:
         started, true, model = time.perf_counter(), self.real.labels, same["model"]
-        is_classical = model in CLASSICAL
-        predicted = (self._classical if is_classical else self._network)(model, train)
+        predicted = self.predicted(model, train)
         confusion = torch.stack([self._confusion(found) for found in predicted]).sum(0)
         totals, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
         return Utility(
@@ -205,8 +204,12 @@ class Evaluation:
             per_class=[r / t if t else None for r, t in zip(right, totals, strict=True)],
             confusion=confusion.tolist(),
             seconds=round(time.perf_counter() - started, 3),
-            device="cpu" if is_classical else _device_name(self.engine.device),
+            device="cpu" if model in CLASSICAL else _device_name(self.engine.device),
         )
+
+    def predicted(self, model: str, train: TrainingSet) -> list[Tensor]:
+        """Train `model` once per seed; return the classes that each finds in the test images."""
+        return (self._classical if model in CLASSICAL else self._network)(model, train)
 
     def _confusion(self, predicted: Tensor) -> Tensor:
         classes = self.facts.classes

@@ -292,7 +292,8 @@ class PSG:
 
     def __init__(self, config: PSGConfig, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed
-        self.network = ConvNet(facts.shape, facts.classes, config.width)
+        # Outputs start alike, so it does not matter which of them stand for classes of others.
+        self.network = ConvNet(facts.shape, len(facts.all_classes), config.width)
         self.canvas = self._canvas()
 
     def plan(self) -> Plan:

@@ -290,6 +290,15 @@ def implied_curve(certificate: Certificate, deltas: Sequence[float]) -> list[tup
     return [(epsilon, delta + tail) for epsilon, delta in zip(curve, inner, strict=True)]
 
 
+def is_issued_with(certificate: Certificate, ledger: Ledger) -> bool:
+    """Say whether a certificate was issued with this ledger, for a run that it knows."""
+    try:
+        _check_origin(certificate, ledger)
+    except VerificationFailed:
+        return False
+    return True
+
+
 def _check_origin(certificate: Certificate, ledger: Ledger) -> None:
     content = certificate.content
     stripped = {k: v for k, v in content.items() if k not in ("seal", "authentication")}

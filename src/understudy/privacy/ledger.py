@@ -422,6 +422,15 @@ class Ledger:
             " JOIN data_sets ON data_sets.id = images.data_set GROUP BY data_sets.id"
         ).fetchall()
 
+    def common_images(self, one: int, other: int) -> int:
+        """Return how many different images two data sets share, as far as images are kept."""
+        (count,) = self._connection.execute(
+            "SELECT count(*) FROM images AS a JOIN images AS b USING (tag)"
+            " WHERE a.data_set = ? AND b.data_set = ?",
+            (one, other),
+        ).fetchone()
+        return int(count)
+
     def disclose(self, data_set: int | None, *, what: str, purpose: str) -> None:
         """Record that real records are about to be read without noise."""
         with self.transaction() as execute:

@@ -32,11 +32,18 @@ class PublicFacts:
     std: tuple[float, ...]
     unit: str = "record"
     max_per_unit: int | None = None
+    among: tuple[str, ...] = ()
+    """All classes of the task, if these records are of some of them and others have the rest."""
 
     @property
     def classes(self) -> int:
         """Number of classes."""
         return len(self.class_names)
+
+    @property
+    def all_classes(self) -> tuple[str, ...]:
+        """Names of the classes that a classifier will tell apart, other parties' included."""
+        return self.among or self.class_names
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -10,6 +10,7 @@ import hmac
 import json
 import math
 import secrets
+import sqlite3
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from understudy.data.images import LabelledImages
+from understudy.data.reading import RECORD
 from understudy.errors import (
     BudgetRefused,
     DataChanged,
@@ -104,7 +106,8 @@ class _Fingerprint:
             memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))  # type: ignore[arg-type]
             for array in (data.images, data.labels, data.units)
         )
-        header = json.dumps([data.images.shape, data.class_names, data.unit]).encode()
+        facts = [data.images.shape, data.class_names, data.unit]
+        header = json.dumps([*facts, data.among] if data.among else facts).encode()
         size = len(pixels) // len(data.images)
         single = (pixels[at : at + size] for at in range(0, len(pixels), size)) if each else ()
         return cls(
@@ -150,9 +153,13 @@ def _refuse_changed(
     ledger: Ledger, data: LabelledImages, fingerprint: _Fingerprint, name: str | None
 ) -> None:
     """Refuse a set whose name, path or pixels are registered with something else."""
-    known = ledger.data_sets(
-        "name = ? OR source = ? OR pixels = ?", (name, data.source, fingerprint.pixels)
-    )
+    known = [
+        row
+        for row in ledger.data_sets(
+            "name = ? OR source = ? OR pixels = ?", (name, data.source, fingerprint.pixels)
+        )
+        if name == row["name"] or row["pixels"] == fingerprint.pixels or not _is_apart(row, data)
+    ]
     if not known:
         return
     row, what = known[-1], data.source or data.name
@@ -186,12 +193,38 @@ def _refuse_shared(
                 f"{row['name']} to share its budget, or --unrelated if they are of nobody in both"
             )
     for row in ledger.data_sets("NOT is_public_benchmark"):
-        if row["budget"] != budget and _overlap(row["source"], data.source):
+        is_near = _overlap(row["source"], data.source) and not _is_apart(row, data)
+        if row["budget"] != budget and is_near:
             raise DataChanged(
                 f"{data.source} lies in, or holds, what was registered as '{row['name']}'; pass "
                 f"--new-version-of {row['name']} to share its budget, or --unrelated if no unit is "
                 "in both"
             )
+
+
+def _is_apart(row: sqlite3.Row, data: LabelledImages) -> bool:
+    """Say whether a registered set and this one are parts of one source that may stand beside it.
+
+    Parts of a public benchmark always may: there is no budget to protect.
+    """
+    facts = PublicFacts.from_json(json.loads(row["facts"]))
+    if row["source"] != data.source or not (facts.among or data.among):
+        return False
+    is_public = bool(row["is_public_benchmark"]) and data.is_public_benchmark
+    return is_public or are_parts(facts, declared_facts(data, RegistrationTerms()))
+
+
+def are_parts(one: PublicFacts, other: PublicFacts) -> bool:
+    """Say whether sets of one source are parts of it by class, so that no record is in both.
+
+    A record has one class; a unit of several records may have more.
+    """
+    return (
+        one.unit == other.unit == RECORD
+        and one.shape == other.shape
+        and one.among == other.among != ()
+        and set(one.class_names).isdisjoint(other.class_names)
+    )
 
 
 def _overlap(one: str | None, other: str | None) -> bool:
@@ -273,6 +306,7 @@ def declared_facts(data: LabelledImages, terms: RegistrationTerms) -> PublicFact
         std=public.std if public else (DEFAULT_NORMALISATION,) * channels,
         unit=data.unit,
         max_per_unit=terms.max_per_unit,
+        among=data.among,
     )
 
 

@@ -18,11 +18,13 @@ import torch
 
 from understudy import __version__
 from understudy.charts import standalone
+from understudy.continual.curve import evaluate_stages
+from understudy.continual.stages import learn_stages, split
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
 from understudy.files import make_directory, write_file, write_json
 from understudy.finished import load_result
-from understudy.job import Result, StopRequest, stop_signals
+from understudy.job import StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence, measure_quality
 from understudy.pipeline import load_data, synthesize
 from understudy.progress import Progress
@@ -167,14 +169,14 @@ class _Executor:
         """Compute the numbers of `run` that are missing."""
         self.report.say(run.name)
         data = self._data(run)
-        result, cost = self._made(run, data)
-        certificate = result.certificate
+        places = self._made(run, data)
+        certificates = [load_result(place).certificate for place in places]
         about = {
             "run": run.name,
             **run.fields(),
-            **cost,
-            "certified_epsilon": certificate.epsilon,
-            "releases": sum(line["made"] for line in certificate.content["releases"]),
+            **_cost(places),
+            "certified_epsilon": max(one.epsilon for one in certificates),
+            "releases": sum(r["made"] for one in certificates for r in one.content["releases"]),
             "device": device_name(),
             "torch": torch.__version__,
             "understudy": __version__,
@@ -185,7 +187,8 @@ class _Executor:
             if self.stop():
                 return
             if self.kept.lacks_model(run, model):
-                self.kept.add(about | self._measured(result, data, model))
+                measured = self._after_each if run.stages else self._measured
+                self.kept.add(about | measured(places, data, model))
 
     def _data(self, run: PlannedRun) -> LabelledImages:
         """Read a known set, or another one from the folder of data sets."""
@@ -199,57 +202,73 @@ class _Executor:
             source = str(Path(folder) / source)
         return load_data(source, progress=self.report, data_dir=folder, **dict(run.reading))
 
-    def _made(self, run: PlannedRun, data: LabelledImages) -> tuple[Result, dict[str, Any]]:
-        """Return the run's result, made now or before, and what making it took."""
-        out = self.place.work / run.name
-        if RunDirectory(out).is_finished:
-            result = load_result(out)
-        else:
-            result = synthesize(
-                data,
-                **run.request(),
-                out=out,
-                ledger=self._ledger,
-                resume=partial(out).exists(),
-                device=self.place.device,
-                compile=self.place.compile,
-                stop=self.stop,
-                progress=self.report,
-            )
-        calls = RunDirectory(out).cost()
-        peaks = [call["peak_gib"] for call in calls if call["peak_gib"] is not None]
-        seconds = [call["seconds"] for call in calls]
-        return result, {"seconds": seconds, "peak_gib": max(peaks, default=None)}
+    def _made(self, run: PlannedRun, data: LabelledImages) -> list[Path]:
+        """Return the run's directory, or those of its stages, made now or before."""
+        out, how = self.place.work / run.name, {**self._where, "stop": self.stop}
+        if run.stages:
+            parts = split(data, run.stages.split())
+            return learn_stages(parts, out=out, **run.request(), **how)
+        if not RunDirectory(out).is_finished:
+            synthesize(data, **run.request(), out=out, resume=partial(out).exists(), **how)
+        return [out]
 
-    def _measured(self, result: Result, data: LabelledImages, model: str) -> dict[str, Any]:
+    def _measured(self, places: list[Path], data: LabelledImages, model: str) -> Cell:
         """Train `model` on the set, and on what was kept on the way if the experiment says so."""
-        measure, started = self.experiment.measure, time.perf_counter()
-        where: dict[str, Any] = {
+        (place,), started = places, time.perf_counter()
+        if model == FID:
+            quality = measure_quality(place, reference="training", **self._where)
+            seconds = round(time.perf_counter() - started, 1)
+            distances = [quality.frechet_distance]
+            return {"model": FID, "distances": distances, "evaluation_seconds": seconds}
+        asked = self._asked(data, model)
+        (found,) = evaluate(place, **asked)
+        cell: Cell = {"model": model, "accuracies": found.accuracies}
+        if self.experiment.measure.convergence:
+            wanted = ("releases", "epsilon", "accuracies", "mean", "std")
+            points = measure_convergence(place, **asked)
+            cell["curve"] = [{name: point[name] for name in wanted} for point in points]
+        return cell | {"evaluation_seconds": round(time.perf_counter() - started, 1)}
+
+    def _after_each(self, places: list[Path], data: LabelledImages, model: str) -> Cell:
+        """Train `model` on the sets of all stages so far, after each of them."""
+        started = time.perf_counter()
+        curve = evaluate_stages(places, **self._asked(data, model))
+        wanted = ("stage", "accuracies", "mean", "std")
+        points = [point.to_json() for point in curve.points]
+        return {
+            "model": model,
+            "accuracies": curve.points[-1].accuracies,
+            "certified_epsilon": curve.statement.epsilon,
+            "curve": [{name: point[name] for name in wanted} for point in points],
+            "evaluation_seconds": round(time.perf_counter() - started, 1),
+        }
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {
             "ledger": self._ledger,
             "device": self.place.device,
             "compile": self.place.compile,
             "progress": self.report,
         }
-        if model == FID:
-            quality = measure_quality(result.directory, reference="training", **where)
-            seconds = round(time.perf_counter() - started, 1)
-            distances = [quality.frechet_distance]
-            return {"model": FID, "distances": distances, "evaluation_seconds": seconds}
-        asked: dict[str, Any] = where | {
+
+    def _asked(self, data: LabelledImages, model: str) -> dict[str, Any]:
+        measure = self.experiment.measure
+        return self._where | {
             "test": data,
             "protocol": measure.protocol,
             "models": [model],
             "seeds": measure.seeds,
             **measure.options,
         }
-        (found,) = evaluate(result.directory, **asked)
-        cell: dict[str, Any] = {"model": model, "accuracies": found.accuracies}
-        if measure.convergence:
-            wanted = ("releases", "epsilon", "accuracies", "mean", "std")
-            points = measure_convergence(result.directory, **asked)
-            cell["curve"] = [{name: point[name] for name in wanted} for point in points]
-        return cell | {"evaluation_seconds": round(time.perf_counter() - started, 1)}
 
     @property
     def _ledger(self) -> Path:
         return self.place.work / "ledger.sqlite"
+
+
+def _cost(places: Sequence[Path]) -> dict[str, Any]:
+    """Return what making the runs took, call by call."""
+    calls = [call for place in places for call in RunDirectory(place).cost()]
+    peaks = [call["peak_gib"] for call in calls if call["peak_gib"] is not None]
+    return {"seconds": [call["seconds"] for call in calls], "peak_gib": max(peaks, default=None)}

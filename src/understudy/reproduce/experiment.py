@@ -32,7 +32,10 @@ OF_RUN = (
     "seed",
     "snapshots",
     "variant",
+    "stages",
 )
+NOT_REQUESTED = ("data", "variant", "stages")
+"""What a run's request to a method does not say."""
 
 OF_GROUP = ("settings", "reading", "smoke")
 """What a group of runs has beside the fields of each."""
@@ -52,6 +55,8 @@ class PlannedRun:
     snapshots: int = 0
     variant: str = ""
     """What is special about its settings, in words."""
+    stages: str = ""
+    """Continual learning: classes of each stage, `5,6 1,2`; a run is then made of each."""
     settings: tuple[tuple[str, Any], ...] = ()
     reading: tuple[tuple[str, Any], ...] = ()
     """How a set that is not a known one is read, such as which of its labels."""
@@ -61,12 +66,13 @@ class PlannedRun:
         """Return a name for its directory, the same whenever it is the same run."""
         given = [f"{key}{value}" for key, value in self.settings]
         given += [f"snapshots{self.snapshots}"] if self.snapshots else []
+        given += [f"stages{self.stages}"] if self.stages else []
         parts = [self.data, self.method, self.preset, f"eps{self.epsilon:g}", *given]
         return re.sub(r"[^\w.=-]+", "_", "-".join([*parts, f"seed{self.seed}"]))
 
     def request(self) -> dict[str, Any]:
         """Return what to ask `synthesize` for."""
-        asked = {name: getattr(self, name) for name in OF_RUN if name not in ("data", "variant")}
+        asked = {name: getattr(self, name) for name in OF_RUN if name not in NOT_REQUESTED}
         return asked | {"settings": dict(self.settings)}
 
     def fields(self) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def load_experiment(name: str, scale: Scale = "full") -> Experiment:
     runs = [
         run
         for group in content["runs"].values()
-        for run in _expanded(group | _without_settings(changed), _forced(group, changed))
+        for run in _expanded(group | _of_runs(changed), _forced(group, changed))
     ]
     return Experiment(
         name=name,
@@ -155,7 +161,7 @@ def load_experiment(name: str, scale: Scale = "full") -> Experiment:
     )
 
 
-def _without_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
+def _of_runs(changed: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in changed.items() if key not in ("settings", "measure")}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from understudy.charts import Chart, Series, line_chart, linear, shares, standalone
+from understudy.charts import Chart, Series, counted, line_chart, linear, shares, standalone
 from understudy.reproduce.experiment import FID, Experiment
 
 Cell = Mapping[str, Any]
@@ -126,41 +126,65 @@ def provenance(cells: Sequence[Cell]) -> Grid:
 
 
 def curves(cells: Sequence[Cell]) -> Grid:
-    """List accuracy against the epsilon spent, where it was measured."""
+    """List accuracy against the epsilon spent, or after each stage, where it was measured."""
     rows = [
         (
-            cell["run"], cell["model"], f"{point['epsilon']:.2f}", str(point["releases"]),
+            cell["run"], cell["model"],
+            *(
+                [f"stage {point['stage']}"] if "stage" in point
+                else [f"{point['epsilon']:.2f}", str(point["releases"])]
+            ),
             f"{100 * point['mean']:.1f} ± {100 * point['std']:.1f}",
         )
         for cell in cells
         for point in cell.get("curve", ())
     ]  # fmt: skip
-    return Grid(("run", "model", "epsilon spent", "releases", "accuracy, %"), rows)
+    are_staged = any(_is_staged(cell) for cell in cells)
+    when = ["after"] if are_staged else ["epsilon spent", "releases"]
+    return Grid(("run", "model", *when, "accuracy, %"), rows)
 
 
 def figures(cells: Sequence[Cell]) -> dict[str, Chart]:
-    """Draw accuracy against the epsilon spent, one chart for each data set, by its name."""
-    charts = {}
-    for data in dict.fromkeys(cell["data"] for cell in cells if cell.get("curve")):
-        found = [cell for cell in cells if cell["data"] == data and cell.get("curve")]
-        series = [
-            Series(
-                f"{cell['method']} {cell['preset']}, seed {cell['seed']}",
-                [(point["epsilon"], point["mean"]) for point in cell["curve"]],
-                [point["std"] for point in cell["curve"]],
-                style=number,
-            )
-            for number, cell in enumerate(found)
-        ]
-        points = [point for one in series for point in one.points]
-        charts[data] = line_chart(
-            f"{_word(data)}: accuracy against the epsilon spent",
-            "One line for each run; bars are standard deviations over evaluation networks.",
-            series,
-            x=linear("epsilon spent", 0, max(x for x, _ in points)),
-            y=shares("test accuracy"),
+    """Draw accuracy against the epsilon spent, or after each stage, by the name of the chart.
+
+    One chart for each data set, and for each epsilon where a line does not show it.
+    """
+    charts: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.get("curve"):
+            name = f"{cell['data']}-eps{cell['epsilon']:g}" if _is_staged(cell) else cell["data"]
+            charts.setdefault(name, []).append(cell)
+    return {name: _figure(found) for name, found in charts.items()}
+
+
+def _is_staged(cell: Cell) -> bool:
+    return bool(cell.get("stages"))
+
+
+def _figure(cells: Sequence[Cell]) -> Chart:
+    first = cells[0]
+    at, when = "epsilon", "against the epsilon spent"
+    if _is_staged(first):
+        at, when = "stage", f"after each stage, epsilon {first['epsilon']:g}"
+    series = [
+        Series(
+            f"{cell['method']} {cell['preset']}, seed {cell['seed']}",
+            [(point[at], point["mean"]) for point in cell["curve"]],
+            [point["std"] for point in cell["curve"]],
+            style=number,
         )
-    return charts
+        for number, cell in enumerate(cells)
+    ]
+    places = [x for one in series for x, _ in one.points]
+    return line_chart(
+        f"{_word(first['data'])}: accuracy {when}",
+        "One line for each run; bars are standard deviations over evaluation networks.",
+        series,
+        x=counted(at, round(max(places)))
+        if at == "stage"
+        else linear("epsilon spent", 0, max(places)),
+        y=shares("test accuracy"),
+    )
 
 
 def _sections(experiment: Experiment, cells: Sequence[Cell]) -> list[tuple[str, Grid]]:
