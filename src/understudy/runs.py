@@ -29,6 +29,7 @@ from understudy.files import (
 
 PARTIAL = ".partial"
 SET_FILE = "synthetic.safetensors"
+SHEET_FILE = "contact_sheet.png"
 GENERATOR_FILE = "generator.safetensors"
 SETTINGS_FILE = "run.json"
 METRICS_FILE = "metrics.json"

@@ -104,7 +104,8 @@ def test_only_missing_numbers_are_computed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(executor, "synthesize", counted)
     first, second = (run.name for run in experiment.runs)
-    outcome = reproduce(experiment, place, only=["seed1"])
+    assert reproduce(experiment, place, only=["nobody*", "other"]).missing == 2
+    outcome = reproduce(experiment, place, only=["*seed1"])
     assert made == [second]
     assert outcome.missing == 1
     outcome = reproduce(experiment, place)
@@ -126,6 +127,11 @@ def test_only_missing_numbers_are_computed(tmp_path, monkeypatch):
         assert cell["commit"]
         assert len(cell["accuracies"]) == 2
         assert cell["certified_epsilon"] <= 8
+    page = (tmp_path / "results" / "psg-headline-smoke.md").read_text()
+    for name in (first, second):
+        assert f"(psg-headline-smoke-{name}.png)" in page
+        sheet = (tmp_path / "results" / f"psg-headline-smoke-{name}.png").read_bytes()
+        assert sheet == (tmp_path / "work" / name / "release" / "contact_sheet.png").read_bytes()
 
 
 def test_time_that_is_up_stops_at_a_committed_block(tmp_path):

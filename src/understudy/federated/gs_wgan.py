@@ -17,7 +17,7 @@ from understudy.methods.gs_wgan import GSWGAN, Critics, CriticState, GSWGANConfi
 from understudy.nets.wgan import Critic as Network
 from understudy.privacy.client import Critic
 from understudy.privacy.plan import PublicFacts
-from understudy.runs import GENERATOR_FILE, SET_FILE
+from understudy.runs import GENERATOR_FILE, SET_FILE, SHEET_FILE
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 
@@ -91,6 +91,6 @@ def train(
 def _write(made: SyntheticSet, folder: Path) -> None:
     make_directory(folder)
     write_file(folder / SET_FILE, made.to_bytes())
-    write_file(folder / "contact_sheet.png", made.contact_sheet())
+    write_file(folder / SHEET_FILE, made.contact_sheet())
     if made.generator is not None:
         write_file(folder / GENERATOR_FILE, made.generator.to_bytes())

@@ -23,7 +23,7 @@ from understudy.continual.stages import learn_stages, split
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
 from understudy.files import make_directory, write_file, write_json
-from understudy.finished import load_result
+from understudy.finished import load_result, released_part
 from understudy.job import StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence, measure_quality
 from understudy.pipeline import load_data, synthesize
@@ -31,7 +31,7 @@ from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
 from understudy.reproduce.experiment import FID, Experiment, PlannedRun
-from understudy.runs import RunDirectory, held, partial
+from understudy.runs import SHEET_FILE, RunDirectory, held, partial
 
 FORMAT = 1
 Cell = dict[str, Any]
@@ -135,6 +135,14 @@ class Kept:
         """Keep a number, at once."""
         self.write(cell)
 
+    def show(self, run: PlannedRun, sheet: Path) -> None:
+        """Keep some of the images of `run` to show beside its numbers."""
+        make_directory(self.results)
+        write_file(self.results / self._sheet(run), sheet.read_bytes())
+
+    def _sheet(self, run: PlannedRun) -> str:
+        return f"{self._file.stem}-{run.name}.png"
+
     def write(self, *new: Cell) -> list[Path]:
         """Write the table in its three forms, and what can be drawn; return the files."""
         make_directory(self.results)
@@ -150,7 +158,11 @@ class Kept:
         for data, chart in tables.figures(cells).items():
             name = f"{self._file.stem}-{data}.svg"
             contents[name], pictures[chart.title] = standalone(chart), name
-        contents[f"{self._file.stem}.md"] = tables.markdown(self.experiment, cells, pictures)
+        sheets = {run.name: self._sheet(run) for run in self.experiment.runs}
+        sheets = {name: file for name, file in sheets.items() if (self.results / file).exists()}
+        contents[f"{self._file.stem}.md"] = tables.markdown(
+            self.experiment, cells, pictures, sheets
+        )
         contents[f"{self._file.stem}.html"] = tables.html(self.experiment, cells)
         for name, text in contents.items():
             write_file(self.results / name, text.encode())
@@ -170,6 +182,9 @@ class _Executor:
         self.report.say(run.name)
         data = self._data(run)
         places = self._made(run, data)
+        sheets = [released_part(place) / SHEET_FILE for place in places]
+        if len(sheets) == 1 and sheets[0].exists():
+            self.kept.show(run, sheets[0])
         certificates = [load_result(place).certificate for place in places]
         about = {
             "run": run.name,

@@ -209,9 +209,12 @@ def _notes(experiment: Experiment) -> list[str]:
 
 
 def markdown(
-    experiment: Experiment, cells: Sequence[Cell], pictures: Mapping[str, str] | None = None
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    pictures: Mapping[str, str] | None = None,
+    sheets: Mapping[str, str] | None = None,
 ) -> str:
-    """Write the table as Markdown, with pictures: their titles and files."""
+    """Write the table as Markdown, with charts above and images of runs below: titles, files."""
     lines = [f"# {experiment.title}", ""]
     for note in _notes(experiment):
         lines += [note, ""]
@@ -221,6 +224,8 @@ def markdown(
         lines += [f"## {heading}", "", "| " + " | ".join(grid.columns) + " |"]
         lines += ["|" + "---|" * len(grid.columns)]
         lines += ["| " + " | ".join(row) + " |" for row in grid.rows] + [""]
+    for title, file in (sheets or {}).items():
+        lines += [f"## Images of {title}", "", f"![Some images of each class]({file})", ""]
     return "\n".join(lines[:-1]) + "\n"
 
 
