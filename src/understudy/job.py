@@ -293,12 +293,22 @@ class StopRequest:
     signal = 0
     deadline = math.inf
     """By `time.monotonic`."""
+    _at_once = False
 
     def handle(self, number: int, _: Any) -> None:
         """Take a signal."""
-        if self.signal:
+        if self.signal or self._at_once:
             raise KeyboardInterrupt
         self.signal = number
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Meanwhile let the first signal stop at once, too: there is nothing to lose."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
 
     def __call__(self) -> bool:
         """Say whether to stop."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -132,6 +134,18 @@ def test_only_missing_numbers_are_computed(tmp_path, monkeypatch):
         assert f"(psg-headline-smoke-{name}.png)" in page
         sheet = (tmp_path / "results" / f"psg-headline-smoke-{name}.png").read_bytes()
         assert sheet == (tmp_path / "work" / name / "release" / "contact_sheet.png").read_bytes()
+
+
+def test_a_signal_while_measuring_stops_at_once(tmp_path, monkeypatch):
+    def long(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it went on")
+
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(executor, "evaluate", long)
+        reproduce(tiny_experiment(), place, only=["seed1"])
+    assert reproduce(tiny_experiment(), place, only=["seed1"]).missing == 1
 
 
 def test_time_that_is_up_stops_at_a_committed_block(tmp_path):

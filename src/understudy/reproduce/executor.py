@@ -203,7 +203,9 @@ class _Executor:
                 return
             if self.kept.lacks_model(run, model):
                 measured = self._after_each if run.stages else self._measured
-                self.kept.add(about | measured(places, data, model))
+                with self.stop.at_once():
+                    cell = measured(places, data, model)
+                self.kept.add(about | cell)
 
     def _data(self, run: PlannedRun) -> LabelledImages:
         """Read a known set, or another one from the folder of data sets."""
