@@ -44,6 +44,7 @@ INTERRUPTED = {
     "evaluate": "see --missing",
     "pretrain": "nothing was written",
     "continual": "the same command goes on",
+    "reproduce": "the same command goes on",
 }
 WITH_METHOD_SETTINGS = ("generate", "plan", "continual")
 
