@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -23,14 +23,14 @@ from torch import Tensor
 from understudy.errors import InvalidSettings
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.convnet import ConvNet
-from understudy.nets.params import Params, moved, parameter_count
+from understudy.nets.params import Params, moved, parameter_count, per_channel
 from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.progress import Progress
 from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
-from understudy.training.sgd import SGD, fit, mean_loss
+from understudy.training.sgd import SGD, RecordLoss, fit, mean_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,20 +151,6 @@ def matching_distance(real: Params, synthetic: Params, *, noise_std: float = 0.0
 
 
 @dataclass(frozen=True)
-class RecordLoss:
-    """The classification loss of one private record; runs behind the door."""
-
-    network: ConvNet
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def __call__(self, theta: Params, image: Tensor, label: Tensor) -> Tensor:
-        """Return the loss of `image`, pixels in [0, 1], under the network's parameters."""
-        normalised = (image - per_channel(self.mean, image)) / per_channel(self.std, image)
-        return F.cross_entropy(self.network(theta, normalised[None]), label[None])
-
-
-@dataclass(frozen=True)
 class ImageStep:
     """One step of the images towards the gradient that they should give."""
 
@@ -217,13 +203,6 @@ def blurred(images: Tensor, std: float) -> Tensor:
     return F.conv2d(planes, weights.view(1, 1, 1, -1), padding=(0, reach)).view_as(images)
 
 
-def per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Return `values` as a tensor (c, 1, 1) beside `like`, made there: nothing is copied."""
-    return torch.cat(
-        [torch.full((1, 1, 1), v, dtype=like.dtype, device=like.device) for v in values]
-    )
-
-
 class PSG:
     """Private Set Generation: images matched to noisy gradients of many fresh networks."""
 
@@ -264,7 +243,7 @@ class PSG:
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
         """Algorithm 1; its loops over r, t and k are counted as one, so that it can be resumed."""
         config, engine = self.config, curator.engine
-        network = self._network_for(engine.device)
+        network = self.network.on(engine.device)
         loss = RecordLoss(network, self.facts.mean, self.facts.std)
         image_step = self._image_step(network, curator.calibration.noise_multiplier)
         per_run = config.outer * config.batches
@@ -320,10 +299,6 @@ class PSG:
         if self.config.project:
             pixels = pixels.clamp(0, 1)  # only rounding is left to clamp
         return SyntheticSet(pixels.cpu(), labels.cpu(), self.facts.class_names)
-
-    def _network_for(self, device: torch.device) -> ConvNet:
-        """On a GPU keep maps in bfloat16: their traffic is most of the time."""
-        return replace(self.network, maps=torch.bfloat16) if device.type == "cuda" else self.network
 
     def _draw(self, number: int, device: torch.device) -> Params:
         drawn = self.network.init(public_generator(self.seed, "network", number))

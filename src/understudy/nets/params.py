@@ -44,6 +44,13 @@ def parameter_count(params: Params) -> int:
     return sum(tensor.numel() for tensor in params.values())
 
 
+def per_channel(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return `values` as a tensor (c, 1, 1) beside `like`, made there: nothing is copied."""
+    return torch.cat(
+        [torch.full((1, 1, 1), v, dtype=like.dtype, device=like.device) for v in values]
+    )
+
+
 def moved(params: Params, device: torch.device) -> Params:
     """Bring `params` to `device`, without waiting for it."""
     if device.type == "cpu":
