@@ -20,11 +20,13 @@ from understudy import __version__
 from understudy.charts import standalone
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
+from understudy.evaluation.downstream import RELEASED
 from understudy.files import make_directory, write_file, write_json
 from understudy.finished import load_result
 from understudy.job import Result, StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence, measure_quality
-from understudy.pipeline import load_data, synthesize
+from understudy.methods import OF_CLASSIFIERS
+from understudy.pipeline import load_data, synthesize, train_classifier
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
@@ -205,7 +207,8 @@ class _Executor:
         if RunDirectory(out).is_finished:
             result = load_result(out)
         else:
-            result = synthesize(
+            make = train_classifier if run.method in OF_CLASSIFIERS else synthesize
+            result = make(
                 data,
                 **run.request(),
                 out=out,
@@ -222,7 +225,10 @@ class _Executor:
         return result, {"seconds": seconds, "peak_gib": max(peaks, default=None)}
 
     def _measured(self, result: Result, data: LabelledImages, model: str) -> dict[str, Any]:
-        """Train `model` on the set, and on what was kept on the way if the experiment says so."""
+        """Train `model` on the set, and on what was kept on the way if the experiment says so.
+
+        A released classifier is tested as it is.
+        """
         measure, started = self.experiment.measure, time.perf_counter()
         where: dict[str, Any] = {
             "ledger": self._ledger,
@@ -235,13 +241,10 @@ class _Executor:
             seconds = round(time.perf_counter() - started, 1)
             distances = [quality.frechet_distance]
             return {"model": FID, "distances": distances, "evaluation_seconds": seconds}
-        asked: dict[str, Any] = where | {
-            "test": data,
-            "protocol": measure.protocol,
-            "models": [model],
-            "seeds": measure.seeds,
-            **measure.options,
-        }
+        asked: dict[str, Any] = where | {"test": data}
+        if model != RELEASED:
+            trained = {"protocol": measure.protocol, "models": [model], "seeds": measure.seeds}
+            asked |= trained | dict(measure.options)
         (found,) = evaluate(result.directory, **asked)
         cell: dict[str, Any] = {"model": model, "accuracies": found.accuracies}
         if measure.convergence:
