@@ -131,7 +131,7 @@ class NoisyStep:
         params, velocity, average = state
         velocity = {n: self.momentum * velocity[n] + slope for n, slope in slopes.items()}
         params = {n: weight - lr * velocity[n] for n, weight in params.items()}
-        average = {n: torch.lerp(params[n], mean, decay) for n, mean in average.items()}
+        average = {n: params[n] + decay * (mean - params[n]) for n, mean in average.items()}
         return params, velocity, average
 
 
