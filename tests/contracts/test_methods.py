@@ -46,7 +46,7 @@ TINY = {
         "critic_width": 2,
         "warm_up": 2,
     },
-    "dp-sgd": {"steps": 6, "batch": 20, "width": 4, "momentum": 0.9, "average": 0.8},
+    "dp-sgd": {"steps": 6, "batch": 12, "width": 4, "momentum": 0.9, "average": 0.8},
     "dp-hp": {**FEW, "sum_order": 4, "product_order": 2, "pairs": 3, "count_ratio": 2.0},
 }
 

@@ -237,7 +237,7 @@ class DPSGD:
         first = self._first()
         loss = RecordLoss(self.network.on(engine.device), first.mean, first.std)
         step_forward = NoisyStep(config.momentum)
-        done, state = self._state(curator, first.params)
+        done, state = self._restored(curator, first.params)
         for step in progress.steps(range(done, config.steps), spent=curator.epsilon_spent):
             slopes = curator.gradient(loss, state[0], clip_norm=config.clip_norm)
             lr, decay = (
@@ -264,7 +264,7 @@ class DPSGD:
             params=self.network.init(public_generator(self.seed, "network")),
         )
 
-    def _state(self, curator: Curator, first: Params) -> tuple[int, State]:
+    def _restored(self, curator: Curator, first: Params) -> tuple[int, State]:
         """Return steps done, and the state after them."""
         params = moved(first, curator.engine.device)
         state = params, {n: torch.zeros_like(w) for n, w in params.items()}, params
