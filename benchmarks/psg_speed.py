@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import RESULTS, commit, device_name
-from understudy.methods.psg import PSG, PSGConfig, RecordLoss, matching_distance
+from understudy.methods.psg import PSG, PSGConfig, matching_distance
 from understudy.nets.params import parameter_count
 from understudy.privacy.group import ALONE
 from understudy.privacy.plan import PublicFacts
@@ -35,7 +35,7 @@ from understudy.privacy.records import Records
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.sampling import Access
 from understudy.training.engine import Engine, choose_device
-from understudy.training.sgd import SGD, fit
+from understudy.training.sgd import SGD, RecordLoss, fit
 
 UNITS, CLIP, INNER_AT_ONCE = 6000, 0.1, 50
 FACTS = PublicFacts(
@@ -212,8 +212,8 @@ def ours(device: torch.device, private: Tensor, private_labels: Tensor) -> dict[
     """(b)."""
     engine = Engine(device)
     psg = PSG(CONFIG, FACTS, seed=0)
-    network = psg._network_for(device)
-    loss = RecordLoss(network, FACTS)
+    network = psg.network.on(device)
+    loss = RecordLoss(network, FACTS.mean, FACTS.std)
     image_step = psg._image_step(network, 1.0)
     places, starts = torch.arange(UNITS), torch.arange(UNITS + 1)
     records = Records(private, private_labels, places, starts, one_each=True)

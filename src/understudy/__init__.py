@@ -2,7 +2,7 @@
 
 >>> import understudy
 >>> sorted(understudy.METHODS)
-['datalens', 'dp-hp', 'dp-mepf', 'dp-merf', 'g-pate', 'gs-wgan', 'pate-gan', 'psg']
+['datalens', 'dp-hp', 'dp-mepf', 'dp-merf', 'dp-sgd', 'g-pate', 'gs-wgan', 'pate-gan', 'psg']
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from understudy.data.images import labelled_images
-    from understudy.finished import export, load, load_result, sample, verify
+    from understudy.finished import export, load, load_classifier, load_result, sample, verify
     from understudy.measures import (
         evaluate,
         measure_convergence,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         register,
         synthesize,
         synthesize_all,
+        train_classifier,
     )
     from understudy.report import write_report
 
@@ -40,6 +41,7 @@ _HOMES = {
     "fetch": "understudy.pipeline",
     "labelled_images": "understudy.data.images",
     "load": "understudy.finished",
+    "load_classifier": "understudy.finished",
     "load_data": "understudy.pipeline",
     "load_result": "understudy.finished",
     "measure_convergence": "understudy.measures",
@@ -50,6 +52,7 @@ _HOMES = {
     "sample": "understudy.finished",
     "synthesize": "understudy.pipeline",
     "synthesize_all": "understudy.pipeline",
+    "train_classifier": "understudy.pipeline",
     "verify": "understudy.finished",
     "write_report": "understudy.report",
 }
@@ -61,6 +64,7 @@ __all__ = [
     "fetch",
     "labelled_images",
     "load",
+    "load_classifier",
     "load_data",
     "load_result",
     "measure_convergence",
@@ -71,6 +75,7 @@ __all__ = [
     "sample",
     "synthesize",
     "synthesize_all",
+    "train_classifier",
     "verify",
     "write_report",
 ]

@@ -1,4 +1,4 @@
-"""The data card: what a released set is, in words for the person who receives it.
+"""The card: what a released set or classifier is, in words for the person who receives it.
 
 Its header is the YAML block that data hubs read.
 """
@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from understudy.nets.params import parameter_count
+from understudy.nets.released import Artefact, Classifier
 from understudy.privacy.certificate import Certificate
 from understudy.privacy.plan import PublicFacts
 from understudy.synthetic import SyntheticSet
@@ -62,6 +64,13 @@ def factor(epsilon: float) -> float:
         return math.inf
 
 
+def card_of(about: About, made: Artefact, files: Mapping[str, str]) -> str:
+    """Write the card of what a run has made; `files` says what each file is."""
+    if isinstance(made, Classifier):
+        return model_card(about, made, files)
+    return data_card(about, made, files)
+
+
 def data_card(
     about: About,
     synthetic: SyntheticSet,
@@ -69,7 +78,7 @@ def data_card(
     *,
     header: Sequence[str] = (),
 ) -> str:
-    """Write the card as Markdown.
+    """Write the card of a set as Markdown.
 
     Args:
         about: what is known about the set.
@@ -77,19 +86,26 @@ def data_card(
         files: what each file that goes with the card is.
         header: further lines of the YAML header.
     """
-    facts, count = about.facts, len(synthetic)
+    count = len(synthetic)
     kind = "labelled" if synthetic.is_labelled else "unlabelled"
-    listed = "\n".join(f"- `{name}`: {what}" for name, what in files.items())
-    classes = ", ".join(synthetic.class_names[:20]) + (", ..." if facts.classes > 20 else "")
-    return f"""{_header(about, count, header)}
-# A synthetic stand-in for {about.name}
+    size = next((name for most, name in SIZES if count < most), "n>1M")
+    title = f"A synthetic stand-in for {about.name}"
+    fields = (
+        f"pretty_name: {json.dumps(title, ensure_ascii=False)}",
+        "task_categories:",
+        "- image-classification",
+        "size_categories:",
+        f"- {size}",
+    )
+    return f"""{_header(about, fields, ["synthetic"], header)}
+# {title}
 
-{count} synthetic {kind} images ({" x ".join(map(str, facts.shape))}, {facts.classes} classes: \
-{classes}), made by Understudy with the method `{about.method}`.
+{count} synthetic {kind} images ({_sorts(about.facts)}), made by Understudy with the method \
+`{about.method}`.
 
 ## Guarantee
 
-{_guarantee(about)}
+{_guarantee(about, "set", "made")}
 
 ## What it is for
 
@@ -99,39 +115,82 @@ anything and need not look like the real ones.
 ## What it is not for
 
 Conclusions about single persons, rare cases, or the exact frequencies of the real data. The set may
-share biases of the real data. A guarantee for each {facts.unit} does not hide what is true of many.
+share biases of the real data. A guarantee for each {about.facts.unit} does not hide what is true of
+many.
 
 ## Files
 
-{listed}
+{_listed(files)}
 """
 
 
-def _header(about: About, count: int, further: Sequence[str]) -> str:
-    size = next((name for most, name in SIZES if count < most), "n>1M")
-    lines = [
-        f"pretty_name: {json.dumps(f'A synthetic stand-in for {about.name}', ensure_ascii=False)}",
-        "task_categories:",
-        "- image-classification",
-        "size_categories:",
-        f"- {size}",
-        "tags:",
-        "- synthetic",
-        *(["- differential-privacy"] if about.epsilon is not None else []),
-        *further,
-    ]
+def model_card(about: About, classifier: Classifier, files: Mapping[str, str]) -> str:
+    """Write the card of a classifier as Markdown; `files` says what each file is."""
+    fields = ("pipeline_tag: image-classification", "library_name: understudy")
+    size = f"{parameter_count(classifier.params):,} parameters"
+    shape = f"(n, {', '.join(map(str, classifier.shape))})"
+    return f"""{_header(about, fields, ["image-classification"])}
+# A classifier trained on {about.name}
+
+A network (`{classifier.name}`, {size}) that names images ({_sorts(about.facts)}), \
+trained by Understudy with the method `{about.method}`.
+
+```python
+import understudy
+
+classifier = understudy.load_classifier(".")  # the folder of this file
+labels = classifier.predict(images)  # a tensor {shape}: bytes, or 0 black to 1 white
+names = [classifier.class_names[label] for label in labels]
+```
+
+## Guarantee
+
+{_guarantee(about, "classifier", "trained")}
+
+## What it is for
+
+Naming images like those that it was trained on, where these cannot go. It can be trained on, at no
+cost in privacy for who was in its training data.
+
+## What it is not for
+
+Images of another kind, or decisions about persons without a test of how it errs for them: it may
+share biases of the real data, and noise makes it worse for rare classes. A guarantee for each
+{about.facts.unit} does not hide what is true of many.
+
+## Files
+
+{_listed(files)}
+"""
+
+
+def _sorts(facts: PublicFacts) -> str:
+    """Describe images and their classes."""
+    names = ", ".join(facts.class_names[:20]) + (", ..." if facts.classes > 20 else "")
+    return f"{' x '.join(map(str, facts.shape))}, {facts.classes} classes: {names}"
+
+
+def _listed(files: Mapping[str, str]) -> str:
+    return "\n".join(f"- `{name}`: {what}" for name, what in files.items())
+
+
+def _header(
+    about: About, fields: Sequence[str], tags: Sequence[str], further: Sequence[str] = ()
+) -> str:
+    private = ["differential-privacy"] if about.epsilon is not None else []
+    lines = [*fields, "tags:", *(f"- {tag}" for tag in [*tags, *private]), *further]
     return "\n".join(["---", *lines, "---"])
 
 
-def _guarantee(about: About) -> str:
+def _guarantee(about: About, what: str, done: str) -> str:
     if about.epsilon is None:
-        return "**None.** This set was made without noise. Do not share it."
+        return f"**None.** This {what} was {done} without noise. Do not share it."
     unit = about.facts.unit
     epsilon = never_less(about.epsilon)
     return (
         f"Differential privacy with epsilon {epsilon:g} and delta {about.delta:g}, for "
         f"each {unit}: had the data of any one {unit} been emptied, every possible outcome would "
         f"have been about as likely, within a factor of e^epsilon = {factor(epsilon):.4g}, but "
-        "for delta. The smaller epsilon is, the less can anyone learn from this set about a single "
-        f"{unit}. `certificate.json` says how this was reached."
+        f"for delta. The smaller epsilon is, the less can anyone learn from this {what} about a "
+        f"single {unit}. `certificate.json` says how this was reached."
     )

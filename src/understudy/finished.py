@@ -1,4 +1,4 @@
-"""What can be done with a finished run: load, sample, export, verify."""
+"""What can be done with a finished run: load, use its classifier, sample, export, verify."""
 
 from __future__ import annotations
 
@@ -10,29 +10,66 @@ from pathlib import Path
 from understudy.errors import InvalidData, InvalidSettings, OutputExists
 from understudy.exports import Format, export_release, verified
 from understudy.files import write_file
-from understudy.job import Result
-from understudy.nets.released import Generator
+from understudy.job import HOLDS_NO_CLASSIFIER, HOLDS_NO_IMAGES, Result
+from understudy.nets.released import Artefact, Classifier, Generator
 from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Verification
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import PublicFacts
-from understudy.runs import GENERATOR_FILE, SET_FILE, RunDirectory, partial
+from understudy.runs import (
+    CLASSIFIER_FILE,
+    GENERATOR_FILE,
+    SET_FILE,
+    RunDirectory,
+    classifier_file,
+    partial,
+    released_part,
+)
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import choose_device
 
 
 def load_result(directory: str | Path) -> Result:
     """Read a finished run; only its `release/` is needed."""
-    release = released_part(directory)
+    release = finished_release(directory)
+    return Result(
+        load_released(release),
+        certificates.read(release / certificates.FILE_NAME),
+        Path(directory),
+    )
+
+
+def load_released(release: Path) -> Artefact:
+    """Read what a run has released."""
+    if (release / CLASSIFIER_FILE).exists():
+        return Classifier.load(release / CLASSIFIER_FILE)
     synthetic = SyntheticSet.load(release / SET_FILE)
     if (release / GENERATOR_FILE).exists():
         synthetic = replace(synthetic, generator=Generator.load(release / GENERATOR_FILE))
-    return Result(synthetic, certificates.read(release / certificates.FILE_NAME), Path(directory))
+    return synthetic
 
 
 def load(directory: str | Path) -> SyntheticSet:
     """Read the set of a finished run, or of its `release/` alone, as a torch `Dataset`."""
+    require_images(directory)
     return load_result(directory).synthetic
+
+
+def load_classifier(place: str | Path) -> Classifier:
+    """Read the classifier of a finished run, of its `release/` alone, or a file of one.
+
+    Its `predict` names images; `understudy verify` checks whether it is the one that was certified.
+    """
+    file = classifier_file(finished_release(place))
+    if not file.exists() and (file.parent / SET_FILE).exists():
+        raise InvalidSettings(HOLDS_NO_CLASSIFIER.format(place))
+    return Classifier.load(file)
+
+
+def require_images(directory: str | Path) -> None:
+    """Refuse a run that trained a classifier."""
+    if (finished_release(directory) / CLASSIFIER_FILE).exists():
+        raise InvalidSettings(HOLDS_NO_IMAGES.format(directory))
 
 
 def sample(
@@ -56,7 +93,8 @@ def sample(
         device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
         without_guarantee: draw from a generator that has no guarantee.
     """
-    release, file = released_part(directory), Path(out) if out else None
+    require_images(directory)
+    release, file = finished_release(directory), Path(out) if out else None
     if file and file.exists():
         raise OutputExists(f"{file} exists already; choose another --out, or remove it")
     certificate = verified(release, without_guarantee=without_guarantee)
@@ -97,11 +135,12 @@ def export(
         out: directory to write; by default named after the run and the format.
         without_guarantee: export a set that has no guarantee.
     """
+    require_images(directory)
     run = Path(directory).resolve()
     run = run.parent if run.name == "release" else run
     wanted = Path(out) if out else run.with_name(f"{run.name}-{to}")
     count = export_release(
-        released_part(directory), to, wanted, without_guarantee=without_guarantee
+        finished_release(directory), to, wanted, without_guarantee=without_guarantee
     )
     return Exported(wanted, count)
 
@@ -114,21 +153,21 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
         ledger: the custodian's ledger, to check the certificate's origin too; True for the one that
             the run was made with.
     """
-    release = released_part(directory)
+    release = finished_release(directory)
     if ledger is False:
         return certificates.verify(release)
     with opened(ledger_of(directory) if ledger is True else ledger, create=False) as book:
         return certificates.verify(release, ledger=book)
 
 
-def released_part(directory: str | Path) -> Path:
+def finished_release(directory: str | Path) -> Path:
     """Return the folder that may be shared: of a run its `release/`, or what is given itself."""
     path = Path(directory)
     if not path.exists() and partial(path).exists():
         raise InvalidData(
             f"{path} is not finished; repeat the command that started it, with --resume"
         )
-    return path / "release" if (path / "release").is_dir() else path
+    return released_part(path)
 
 
 def ledger_of(directory: str | Path) -> Path | None:

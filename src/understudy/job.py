@@ -12,18 +12,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from understudy import __version__
-from understudy.card import About, data_card
+from understudy.card import About, card_of
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidSettings, StorageError
 from understudy.files import canonical_json
 from understudy.methods import load_method
 from understudy.methods.method import Configured, Method, configure
-from understudy.nets.released import Generator
+from understudy.nets.released import Artefact, Classifier, Generator
 from understudy.privacy import certificate as certificates
 from understudy.privacy.briefing import Briefing
 from understudy.privacy.certificate import Certificate
@@ -34,32 +34,61 @@ from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.vault import Vault, follow
 from understudy.progress import Progress
 from understudy.provenance import PublicInput, device_name, forget_peak_memory, peak_memory
-from understudy.runs import GENERATOR_FILE, SET_FILE, RunDirectory
+from understudy.runs import CLASSIFIER_FILE, GENERATOR_FILE, SET_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
 
 WITH_MEMBERS: dict[str, Any] = {"keeps_members": True, "seconds": 60.0}
 """The pace of a run whose checkpoints hold what an ensemble learned: these are large."""
 GENERATOR_IS = "what drew the images; `understudy sample` draws more, at no cost in privacy"
+HOLDS_NO_IMAGES = (
+    "{} holds a classifier and no images; `understudy evaluate` tests it, "
+    "`understudy.load_classifier` reads it"
+)
+HOLDS_NO_CLASSIFIER = "{} holds images and no classifier; `understudy.load` reads them"
+CERTIFICATE_IS = {certificates.FILE_NAME: "the guarantee; `understudy verify` checks it"}
 
 
-def released_files(synthetic: SyntheticSet) -> dict[str, str]:
-    """Say what each released file is."""
-    return {
-        SET_FILE: synthetic.described,
-        **({GENERATOR_FILE: GENERATOR_IS} if synthetic.generator else {}),
-        "contact_sheet.png": "some of the images, one row per class",
-        certificates.FILE_NAME: "the guarantee; `understudy verify` checks it",
-    }
+class ReleasedFile(NamedTuple):
+    """A file that a run releases."""
+
+    content: bytes
+    what: str
+    """What it is, in words for the card."""
+
+
+def released_files(made: Artefact) -> dict[str, ReleasedFile]:
+    """Return the files that hold what a run has made."""
+    if isinstance(made, Classifier):
+        return {CLASSIFIER_FILE: ReleasedFile(made.to_bytes(), made.described)}
+    files = {SET_FILE: ReleasedFile(made.to_bytes(), made.described)}
+    if made.generator:
+        files[GENERATOR_FILE] = ReleasedFile(made.generator.to_bytes(), GENERATOR_IS)
+    sheet = ReleasedFile(made.contact_sheet(), "some of the images, one row per class")
+    return files | {"contact_sheet.png": sheet}
 
 
 @dataclass(frozen=True)
 class Result:
     """A finished run."""
 
-    synthetic: SyntheticSet
+    released: Artefact
     certificate: Certificate
     directory: Path
+
+    @property
+    def synthetic(self) -> SyntheticSet:
+        """Return the synthetic set, of a run that made one."""
+        if isinstance(self.released, Classifier):
+            raise InvalidSettings(HOLDS_NO_IMAGES.format(self.directory))
+        return self.released
+
+    @property
+    def classifier(self) -> Classifier:
+        """Return the classifier, of a run that trained one."""
+        if not isinstance(self.released, Classifier):
+            raise InvalidSettings(HOLDS_NO_CLASSIFIER.format(self.directory))
+        return self.released
 
     @property
     def images(self) -> Tensor:
@@ -84,7 +113,7 @@ class Request:
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     snapshots: int = 0
-    """How many sets to keep on the way, for a curve of accuracy against epsilon."""
+    """How many states to keep on the way, for a curve of accuracy against epsilon."""
     keep_private_state: bool = False
     """Whether a run with an ensemble writes what it learned, so that it can be resumed."""
     allow_large_delta: bool = False
@@ -144,16 +173,16 @@ class Job:
                         should_stop=should_stop,
                         snapshots=asked.snapshots,
                         **(WITH_MEMBERS if asked.keep_private_state else {}),
-                        keep=lambda made, synthetic: self.directory.keep_snapshot(
-                            made, synthetic.to_bytes()
+                        keep=lambda made, so_far: self.directory.keep_snapshot(
+                            made, so_far.to_bytes()
                         ),
                     ),
                     allow_large_delta=asked.allow_large_delta,
                 )
                 progress.say(_describe(curator, configured))
-                synthetic = method.run(curator, progress)
+                made = method.run(curator, progress)
                 public = method.public_inputs
-                return self._finish(run_id, configured, curator, synthetic, public=public)
+                return self._finish(run_id, configured, curator, made, public=public)
             except BaseException as error:
                 if isinstance(error, Interrupted):
                     error.exit_code = 128 + should_stop.signal
@@ -202,7 +231,7 @@ class Job:
         run_id: str,
         configured: Configured,
         curator: Curator,
-        synthetic: SyntheticSet,
+        made: Artefact,
         *,
         public: Sequence[PublicInput],
     ) -> Result:
@@ -214,13 +243,10 @@ class Job:
             epsilon=curator.calibration.epsilon if curator.has_guarantee else None,
             delta=budget.delta,
         )
-        files = {
-            SET_FILE: synthetic.to_bytes(),
-            "contact_sheet.png": synthetic.contact_sheet(),
-            "README.md": data_card(about, synthetic, released_files(synthetic)).encode(),
-        }
-        if synthetic.generator:
-            files[GENERATOR_FILE] = synthetic.generator.to_bytes()
+        released = released_files(made)
+        files = {name: file.content for name, file in released.items()}
+        said = {name: file.what for name, file in released.items()}
+        files["README.md"] = card_of(about, made, said | CERTIFICATE_IS).encode()
         certificate = certificates.issue(
             curator,
             registration=registration,
@@ -242,18 +268,22 @@ class Job:
         files[certificates.FILE_NAME] = certificate.to_bytes()
         self.ledger.finish(run_id, certificate.content["seal"])
         self.directory.finish(files)
-        result = Result(synthetic, certificate, self.directory.path)
+        result = Result(made, certificate, self.directory.path)
         tell_others(self.group, result)
         return result
 
 
 def tell_others(group: Group, result: Result) -> None:
     """Tell the other processes how the run came out."""
-    told = {"directory": str(result.directory), "certificate": result.certificate.content}
+    files = {name: file.content for name, file in released_files(result.released).items()}
+    told = {
+        "directory": str(result.directory),
+        "certificate": result.certificate.content,
+        "files": list(files),
+    }
     group.bytes_from_leader(canonical_json(told))
-    generator = result.synthetic.generator
-    group.bytes_from_leader(result.synthetic.to_bytes())
-    group.bytes_from_leader(generator.to_bytes() if generator else b"")
+    for content in files.values():
+        group.bytes_from_leader(content)
 
 
 def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group) -> Result:
@@ -271,10 +301,18 @@ def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group
 
 def _told(message: bytes, group: Group) -> Result:
     told = json.loads(message)
-    synthetic = SyntheticSet.from_bytes(group.bytes_from_leader(b""))
-    if generator := group.bytes_from_leader(b""):
-        synthetic = replace(synthetic, generator=Generator.from_bytes(generator))
-    return Result(synthetic, Certificate(told["certificate"]), Path(told["directory"]))
+    files = {name: group.bytes_from_leader(b"") for name in told["files"]}
+    return Result(_read(files), Certificate(told["certificate"]), Path(told["directory"]))
+
+
+def _read(files: Mapping[str, bytes]) -> Artefact:
+    """Read what `released_files` returned."""
+    if CLASSIFIER_FILE in files:
+        return Classifier.from_bytes(files[CLASSIFIER_FILE])
+    synthetic = SyntheticSet.from_bytes(files[SET_FILE])
+    if GENERATOR_FILE in files:
+        synthetic = replace(synthetic, generator=Generator.from_bytes(files[GENERATOR_FILE]))
+    return synthetic
 
 
 def _describe(curator: Curator, configured: Configured) -> str:

@@ -7,8 +7,8 @@ All are computed on real records: each reading enters the ledger first, and resu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from understudy.evaluation.downstream import (
     TrainingSet,
     Utility,
     check_fit,
+    utility_of,
 )
 from understudy.evaluation.features import (
     FeatureNetwork,
@@ -37,10 +38,12 @@ from understudy.evaluation.features import (
 from understudy.evaluation.memorisation import Memorisation
 from understudy.evaluation.protocols import Asked
 from understudy.evaluation.quality import Quality
-from understudy.finished import ledger_of, load_result, opened
+from understudy.finished import ledger_of, load_result, opened, require_images
+from understudy.job import Result
+from understudy.nets.released import Classifier
 from understudy.pipeline import Data
 from understudy.privacy import registration as registrations
-from understudy.privacy.certificate import Certificate, epsilon_after
+from understudy.privacy.certificate import epsilon_after
 from understudy.privacy.disclosure import (
     RealImages,
     disclose_hold_out,
@@ -66,12 +69,16 @@ class _Subject:
     """A run that is being measured."""
 
     run: RunDirectory
-    synthetic: SyntheticSet
-    certificate: Certificate
+    result: Result
     facts: PublicFacts
     ledger: Ledger
     engine: Engine
     progress: Progress
+
+    @property
+    def synthetic(self) -> SyntheticSet:
+        """The set that the run has made."""
+        return self.result.synthetic
 
     def test_set(self, test: Data | None) -> RealImages:
         """Disclose the given test set, or the one that belongs to the run's data."""
@@ -162,7 +169,7 @@ def _measured(
     # Whoever received a release has no ledger of it: the reading goes into a ledger of their own.
     received = not run.has_private_part
     with opened(ledger or ledger_of(directory), create=received) as book:
-        yield _Subject(run, result.synthetic, result.certificate, facts, book, engine, progress)
+        yield _Subject(run, result, facts, book, engine, progress)
 
 
 def _require_private_part(directory: str | Path) -> None:
@@ -183,7 +190,7 @@ def evaluate(
     progress: Progress | None = None,
     **asked: Any,
 ) -> list[Utility]:
-    """Train classifiers on a run's set and test them on real records.
+    """Train classifiers on a run's set and test them on real records; or test a run's classifier.
 
     Each result goes to the run's `private/metrics.json` as soon as it is there.
 
@@ -195,15 +202,22 @@ def evaluate(
         compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
         **asked: fields of `Asked`: `protocol`, `models`, `seeds`, `epochs`, `width`, `seed`,
-            `subsample`, `soft_labels`, `ceiling`, `missing`.
+            `subsample`, `soft_labels`, `ceiling`, `missing`; of these, `missing` alone for a run
+            that trained a classifier.
     """
     wanted, report = Asked(**asked), progress or Progress()
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     found = []
     with _measured(directory, ledger, engine, report) as subject:
-        synthetic, facts = subject.synthetic, subject.facts
+        facts, made = subject.facts, subject.result.released
         known = subject.run.metrics().get("utility", []) if wanted.missing else []
-        real = subject.test_set(test)
+        if isinstance(made, Classifier):
+            _check_nothing_to_train(subject.run.path, wanted)
+            real = subject.test_set(test)
+            one = utility_of(made, real, units=facts.units, device=engine.device, known=known)
+            subject.record("utility", one.to_json(), SAME)
+            return [one]
+        synthetic, real = made, subject.test_set(test)
         check_fit(synthetic, real, facts)
         sets = [_training_set(synthetic, wanted)]
         if wanted.ceiling:
@@ -217,6 +231,20 @@ def evaluate(
                 subject.record("utility", utility.to_json(), SAME)
                 found.append(utility)
     return found
+
+
+def _check_nothing_to_train(run: Path, asked: Asked) -> None:
+    """Refuse options of training for a run whose classifier is trained already."""
+    given = [
+        f"--{field.name.replace('_', '-')}"
+        for field in fields(Asked)
+        if field.name != "missing" and getattr(asked, field.name) != field.default
+    ]
+    if given:
+        raise InvalidSettings(
+            f"{run} holds a classifier, which is tested as it is: nothing is trained; leave out "
+            f"{', '.join(given)}"
+        )
 
 
 def _training_set(synthetic: SyntheticSet, asked: Asked) -> TrainingSet:
@@ -255,19 +283,34 @@ def measure_convergence(
         )
     points = []
     with _measured(directory, ledger, engine, report) as subject:
-        real = subject.test_set(test)
-        check_fit(subject.synthetic, real, subject.facts)
-        evaluation = Evaluation(
-            real=real, facts=subject.facts, asked=wanted, engine=engine, progress=report
-        )
+        measured = _way_to_measure(subject, wanted, test)
         for made, file in kept:
-            spent = epsilon_after(subject.certificate, made)
+            spent = epsilon_after(subject.result.certificate, made)
             report.say(f"after {sum(made.values())} releases, epsilon {spent:.3g}")
-            for utility in evaluation.run(_training_set(SyntheticSet.load(file), wanted)):
+            for utility in measured(file):
                 point = {"releases": sum(made.values()), "epsilon": spent} | utility.to_json()
                 subject.record("convergence", point, SAME_POINT)
                 points.append(point)
     return points
+
+
+def _way_to_measure(
+    subject: _Subject, asked: Asked, test: Data | None
+) -> Callable[[Path], Iterable[Utility]]:
+    """Return what measures a snapshot, given its file."""
+    facts, engine = subject.facts, subject.engine
+    if isinstance(subject.result.released, Classifier):
+        _check_nothing_to_train(subject.run.path, asked)
+        real = subject.test_set(test)
+        return lambda file: [
+            utility_of(Classifier.load(file), real, units=facts.units, device=engine.device)
+        ]
+    real = subject.test_set(test)
+    check_fit(subject.synthetic, real, facts)
+    evaluation = Evaluation(
+        real=real, facts=facts, asked=asked, engine=engine, progress=subject.progress
+    )
+    return lambda file: evaluation.run(_training_set(SyntheticSet.load(file), asked))
 
 
 def measure_quality(
@@ -301,6 +344,7 @@ def measure_quality(
         MissingWeights: the weights are not here and cannot be fetched.
     """
     report = progress or Progress()
+    require_images(directory)
     if features not in ("inception", "convnet") or reference not in ("test", "training"):
         raise InvalidSettings(
             f"features are '{features}', the reference '{reference}'; expected inception or "
@@ -356,6 +400,7 @@ def measure_memorisation(
         device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
         progress: where to report.
     """
+    require_images(directory)
     _require_private_part(directory)
     report = progress or Progress()
     engine = Engine(choose_device(device), say=report.say)

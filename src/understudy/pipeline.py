@@ -1,4 +1,4 @@
-"""The library's verbs: fetch, pretrain, register, synthesize.
+"""The library's verbs: fetch, pretrain, register, synthesize, train_classifier.
 
 The command line calls these; see `finished` for sample, export and verify, `measures` for evaluate.
 """
@@ -38,7 +38,7 @@ from understudy.job import (
     stop_signals,
     tell_others,
 )
-from understudy.methods import load_method
+from understudy.methods import check_makes_classifier, check_makes_images, load_method
 from understudy.privacy import registration as registrations
 from understudy.privacy.group import is_in_group, joined
 from understudy.privacy.ledger import Ledger, default_ledger
@@ -134,6 +134,53 @@ def synthesize(
     >>> [(one.model, one.test_images, len(one.accuracies)) for one in found]
     [('mlp', 359, 2), ('gaussian-nb', 359, 1)]
     """
+    check_makes_images(Request(**request).method)
+    return _run(
+        data, out=out, ledger=ledger, resume=resume, terms=terms, device=device, compile=compile,
+        progress=progress, stop=stop, **request,
+    )  # fmt: skip
+
+
+def train_classifier(data: Data, *, method: str = "dp-sgd", **how: Any) -> Result:
+    """Train a classifier on a private data set, and certify it.
+
+    What is released is the network, not images; ledger, checkpoints, certificate and the other
+    arguments are those of `synthesize`.
+
+    Args:
+        data: name of a built-in set, path, or `LabelledImages`.
+        method: of training.
+        **how: arguments of `synthesize`, such as `epsilon`, `out` and `settings` of the method.
+
+    >>> import tempfile, torch, understudy
+    >>> folder = tempfile.mkdtemp()
+    >>> result = understudy.train_classifier(
+    ...     "digits", epsilon=10, accountant="renyi", settings={"steps": 2, "width": 4},
+    ...     out=f"{folder}/run", ledger=f"{folder}/ledger",
+    ... )
+    >>> result.classifier.predict(torch.zeros(3, 1, 8, 8)).shape
+    torch.Size([3])
+    >>> understudy.load_classifier(result.directory).class_names[:3]
+    ('0', '1', '2')
+    """
+    check_makes_classifier(method)
+    return _run(data, method=method, **how)
+
+
+def _run(
+    data: Data,
+    *,
+    out: str | Path | None = None,
+    ledger: Ledger | str | Path | None = None,
+    resume: bool = False,
+    terms: RegistrationTerms | None = None,
+    device: str = "auto",
+    compile: bool = True,
+    progress: Progress | None = None,
+    stop: StopRequest | None = None,
+    **request: Any,
+) -> Result:
+    """Make what is asked for, and its certificate."""
     asked = Request(**request)
     asked.budget()  # refuses a bad epsilon or delta before anything else happens
     load_method(asked.method)
@@ -197,6 +244,8 @@ def synthesize_all(
             f"{len(asked)} runs were asked for with {len(set(places))} directories; expected one "
             "directory for each"
         )
+    for one in asked:
+        check_makes_images(one.method)
     if is_in_group():
         raise InvalidSettings("several runs were asked for under torchrun; start them one by one")
     goes_on = [resume and (partial(place).exists() or place.exists()) for place in places]

@@ -16,9 +16,10 @@ SOURCES = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class PublicInput:
-    """Something public that a set was made with, as its certificate lists it."""
+    """Something public that a run used, as its certificate lists it."""
 
-    kind: Literal["weights", "images"]
+    kind: Literal["weights", "images", "released"]
+    """What another run has released is public to all later ones."""
     name: str
     trained_on: str
     """The data set that the weights were trained on, or that the images are of."""

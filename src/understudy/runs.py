@@ -2,7 +2,7 @@
 
 runs/scans-psg/
   release/   the set, a picture, the data card, certificate.json; the generator, if the method
-             trains one: may be shared as it is
+             trains one; or a classifier instead of a set: may be shared as it is
   private/   settings, metrics on real records: mode 0700, never exported
 """
 
@@ -31,6 +31,7 @@ PARTIAL = ".partial"
 SET_FILE = "synthetic.safetensors"
 SHEET_FILE = "contact_sheet.png"
 GENERATOR_FILE = "generator.safetensors"
+CLASSIFIER_FILE = "classifier.safetensors"
 SETTINGS_FILE = "run.json"
 METRICS_FILE = "metrics.json"
 METRICS_FORMAT = 1
@@ -66,6 +67,16 @@ def unfinished_directory(wanted: Path) -> Path:
 def partial(path: Path) -> Path:
     """Return the name that a run has while it is unfinished."""
     return path.with_name(path.name + PARTIAL)
+
+
+def released_part(path: Path) -> Path:
+    """Return the released part of a run; `path` itself if it travelled alone."""
+    return path / "release" if (path / "release").is_dir() else path
+
+
+def classifier_file(place: Path) -> Path:
+    """Return the file of a classifier, given itself, its run, or the run's released part."""
+    return released_part(place) / CLASSIFIER_FILE if place.is_dir() else place
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from door import LOOSE, a_vault, some_images
 from understudy.errors import BudgetRefused, Interrupted, InvalidSettings
 from understudy.methods import METHODS, load_method
 from understudy.methods.method import configure
+from understudy.nets.released import Classifier
 from understudy.privacy.curator import Pace
 from understudy.privacy.plan import Budget
 from understudy.privacy.randomness import InjectedRandomness
@@ -45,6 +46,7 @@ TINY = {
         "critic_width": 2,
         "warm_up": 2,
     },
+    "dp-sgd": {"steps": 6, "batch": 12, "width": 4, "momentum": 0.9, "average": 0.8},
     "dp-hp": {**FEW, "sum_order": 4, "product_order": 2, "pairs": 3, "count_ratio": 2.0},
 }
 
@@ -82,6 +84,34 @@ class World:
         )
 
 
+def values(made):
+    """All numbers of what a method has made, to compare it with another."""
+    if isinstance(made, Classifier):
+        return torch.cat([weights.flatten() for weights in made.params.values()])
+    return made.images
+
+
+def shape_of(made):
+    return made.shape if isinstance(made, Classifier) else made.images.shape[1:]
+
+
+def check_valid(made, facts):
+    if isinstance(made, Classifier):
+        images = torch.rand(9, *facts.shape)
+        labels, total = made.predict(images), made.probabilities(images).sum(1)
+        assert torch.allclose(total, torch.ones(9))
+        assert values(made).isfinite().all()
+    else:
+        labels = made.labels
+        assert made.images.dtype == torch.float32
+        assert made.images.min() >= 0
+        assert made.images.max() <= 1
+    assert shape_of(made) == facts.shape
+    assert labels.dtype == torch.int64
+    assert set(labels.tolist()) <= set(range(facts.classes))
+    assert made.class_names == facts.class_names
+
+
 def test_every_method_has_a_row_here():
     assert set(TINY) == set(METHODS)
 
@@ -91,15 +121,9 @@ def world(request, ledger, tmp_path):
     return World(request.param, ledger, tmp_path)
 
 
-def test_makes_a_valid_set_with_exactly_the_planned_releases(world):
+def test_makes_what_is_valid_with_exactly_the_planned_releases(world):
     curator = world.open("run")
-    made = world.method().run(curator, Progress())
-    assert made.images.dtype == torch.float32
-    assert made.labels.dtype == torch.int64
-    assert made.images.shape[1:] == world.vault.facts.shape
-    assert made.images.min() >= 0
-    assert made.images.max() <= 1
-    assert set(made.labels.tolist()) <= set(range(3))
+    check_valid(world.method().run(curator, Progress()), world.vault.facts)
     planned = {line.name: line.count for line in curator.plan}
     assert curator.made() == planned
     committed = [block.releases for block in world.ledger.blocks("run")]
@@ -109,7 +133,7 @@ def test_makes_a_valid_set_with_exactly_the_planned_releases(world):
 
 def test_is_deterministic_when_its_draws_are_injected(world):
     sets = [
-        world.method().run(world.open(name, randomness=injected()), Progress()).images
+        values(world.method().run(world.open(name, randomness=injected()), Progress()))
         for name in ("a", "b")
     ]
     assert torch.equal(*sets)
@@ -120,7 +144,7 @@ def test_the_seed_decides_neither_batches_nor_noise(world):
     sets = []
     for name in ("a", "b"):
         torch.manual_seed(0)
-        sets.append(world.method(seed=5).run(world.open(name), Progress()).images)
+        sets.append(values(world.method(seed=5).run(world.open(name), Progress())))
     assert not torch.equal(*sets)
 
 
@@ -147,18 +171,18 @@ def test_resumes_where_it_stopped(world):
         except Interrupted:
             continue
     assert curator.made() == {line.name: line.count for line in curator.plan}
-    assert made.images.shape[1:] == world.vault.facts.shape
+    assert shape_of(made) == world.vault.facts.shape
 
 
 def test_resuming_changes_nothing_but_fresh_draws(world):
-    """With the same draws, a run cut in two gives the same set as one in a piece."""
-    whole = world.method().run(world.open("whole", randomness=injected()), Progress()).images
+    """With the same draws, a run cut in two gives the same as one in a piece."""
+    whole = values(world.method().run(world.open("whole", randomness=injected()), Progress()))
     draws = injected()
     stops = iter([False, False, True])
     pace = Pace(seconds=0.0, should_stop=lambda: next(stops, False), **KEPT)
     with pytest.raises(Interrupted):
         world.method().run(world.open("cut", randomness=draws, pace=pace), Progress())
-    resumed = world.method().run(world.open("cut", randomness=draws), Progress()).images
+    resumed = values(world.method().run(world.open("cut", randomness=draws), Progress()))
     assert torch.allclose(whole, resumed, atol=1e-6)
 
 
@@ -191,7 +215,7 @@ def test_runs_without_noise(world):
 def test_takes_any_size_classes_and_units(name, data, ledger, tmp_path):
     world = World(name, ledger, tmp_path, **data)
     made = world.method().run(world.open("run"), Progress())
-    assert made.images.shape[1:] == world.vault.facts.shape
+    assert shape_of(made) == world.vault.facts.shape
     assert len(made.class_names) == world.vault.facts.classes
 
 

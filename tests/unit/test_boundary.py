@@ -31,6 +31,7 @@ from understudy.errors import (
     PrivateAccess,
     UnderstudyError,
 )
+from understudy.methods.dp_sgd import DPSGD
 from understudy.methods.method import configure
 from understudy.methods.psg import PSG
 from understudy.privacy.disclosure import disclose_hold_out, disclose_training_records
@@ -65,18 +66,22 @@ def is_under(stack: list[str], *parts: str) -> bool:
 
 
 def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
-    """A whole PSG run, plus the one-shot releases and an evaluation, with tripwires laid."""
+    """Whole runs, plus the one-shot releases and an evaluation, with tripwires laid."""
     vault = a_vault(ledger, some_images(60, name="tripwire"), hold_out=0.2)
     facts = vault.facts
-    configured = configure(PSG, facts, 10, settings={"rounds": 2, "outer": 2, "batches": 2})
-    method = PSG(configured.config, facts, seed=0)
     lay_tripwires(vault)
-    curator = vault.open(
-        method.plan(), LOOSE, ledger, workspace=tmp_path / "w", run_id="r", allow_large_delta=True
-    )
-    method.run(curator, Progress())
+    few = {"rounds": 2, "outer": 2, "batches": 2}
+    for method_class, settings in ((PSG, few), (DPSGD, {"steps": 8, "width": 4})):
+        releases = len(Tripwire.reads)
+        configured = configure(method_class, facts, 10, settings=settings)
+        method = method_class(configured.config, facts, seed=0)
+        curator = vault.open(
+            method.plan(), LOOSE, ledger, workspace=tmp_path / method_class.__name__,
+            run_id=method_class.__name__, allow_large_delta=True,
+        )  # fmt: skip
+        method.run(curator, Progress())
+        assert len(Tripwire.reads) >= releases + 8, "the tripwire saw nothing"
     releases = len(Tripwire.reads)
-    assert releases >= 8, "the tripwire saw nothing"
     features = features_of(lambda image: image.flatten(), bound=8.0)
     curator = open_curator(ledger, tmp_path, vault=vault, kind="class_sums", blocks=features.blocks)
     curator.class_sums(features)

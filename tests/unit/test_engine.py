@@ -57,6 +57,16 @@ def test_compiled_steps_equal_plain_ones(static, times):
     assert static.said == []
 
 
+def test_a_tensor_that_is_given_twice_may_be_two_the_next_time(static):
+    def step(a, b):
+        return a + 10 * b
+
+    one = torch.ones(3)
+    assert static.run(step, one, one).tolist() == [11] * 3
+    assert static.run(step, one, 2 * one).tolist() == [21] * 3
+    assert len(static.compiled) == 1
+
+
 def test_results_are_not_overwritten_by_the_next_call(static):
     state, target = start()
     first = static.run(Descend(0.01), state, target)

@@ -13,13 +13,13 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from understudy.methods.psg import PSG, PSGConfig, RecordLoss
+from understudy.methods.psg import PSG, PSGConfig
 from understudy.nets import convnet, fused
 from understudy.privacy.bounded import _BoundedSum
 from understudy.privacy.gradients import GradientRows
 from understudy.privacy.plan import PublicFacts
 from understudy.training import engine
-from understudy.training.sgd import SGDStep
+from understudy.training.sgd import RecordLoss, SGDStep
 
 FACTS = PublicFacts(
     units=100, class_names=tuple("0123"), shape=(1, 16, 16), mean=(0.5,), std=(0.5,)

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from understudy.cli.evaluate import TrainingOptions
-from understudy.cli.generate import DEFAULT_METHOD, RunOptions
+from understudy.cli.generate import DEFAULT_METHOD
 from understudy.cli.output import Output, OutputOptions, make_output
-from understudy.cli.settings import MachineOptions, given, settings_class
+from understudy.cli.settings import MachineOptions, RunOptions, given, settings_class
 from understudy.continual.curve import Curve, evaluate_stages, sentence
 from understudy.continual.stages import gather, learn_stages, split
 from understudy.data.reading import Reading
@@ -44,6 +44,8 @@ def _stages(method: str) -> Callable[..., None]:
         minutes: float | None = None,
         ledger: Path | None = None,
         config: Path | None = None,
+        method: str = DEFAULT_METHOD,
+        keep_private_state: bool = False,
         options: Annotated[RunOptions | None, Parameter(name="*")] = None,
         curve: TrainingOptions | None = None,
         reading: Annotated[Reading | None, Parameter(name="*", negative_iterable=())] = None,
@@ -78,6 +80,10 @@ def _stages(method: str) -> Callable[..., None]:
             The ledger, if not the user's own.
         config
             TOML file with any of these options; flags on the command line win.
+        method
+            Method of all stages; see `understudy methods`.
+        keep_private_state
+            Let a method with teachers write what they learned to private/, to be able to resume.
         curve
             How the classifiers of the curve are trained.
         """
@@ -99,7 +105,8 @@ def _stages(method: str) -> Callable[..., None]:
             if minutes is not None:
                 stop.deadline = time.monotonic() + 60 * minutes
             places = learn_stages(
-                parts, out=out, terms=terms, stop=stop, settings=given(settings), **where,
+                parts, out=out, terms=terms, stop=stop, settings=given(settings), method=method,
+                keep_private_state=keep_private_state, **where,
                 **vars(options or RunOptions()),
             )  # fmt: skip
         if test is None and not (stages and whole[0].test):

@@ -51,6 +51,8 @@ def command(
 ) -> None:
     """Train classifiers on a synthetic set and test them on real images.
 
+    The classifier of a run that trained one is tested as it is.
+
     With --quality or --memorisation, measure those instead; with --convergence, evaluate the sets
     that the run kept on the way.
 

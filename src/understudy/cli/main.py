@@ -24,13 +24,14 @@ Start with: understudy generate digits --epsilon 10
 
 COMMANDS = {
     "generate": "Make a synthetic set from private data.",
-    "evaluate": "Test classifiers trained on a synthetic set; image quality; memorisation.",
+    "train-classifier": "Train a classifier on private data.",
+    "evaluate": "Test classifiers trained on a set, or a released one; quality; memorisation.",
     "report": "Write one HTML page about a run, or about several side by side.",
     "runs": "List the runs in a folder, finished and unfinished.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
     "export": "Write a released set as PNG folders, parquet, npz, safetensors or IDX.",
     "sample": "Draw more images from the generator of a finished run.",
-    "verify": "Check a released set against its certificate.",
+    "verify": "Check what was released against its certificate.",
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
     "ledger": "Show what was spent on each data set.",
     "fetch": "Get a known public data set, such as mnist, or weights of a public network.",
@@ -46,7 +47,7 @@ INTERRUPTED = {
     "continual": "the same command goes on",
     "reproduce": "the same command goes on",
 }
-WITH_METHOD_SETTINGS = ("generate", "plan", "continual")
+WITH_METHOD_SETTINGS = ("generate", "train-classifier", "plan", "continual")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build_app(tokens: Sequence[str]) -> App:
-    """Build the parser; the flags of `generate` and `plan` depend on `--method` in `tokens`."""
+    """Build the parser; flags of `WITH_METHOD_SETTINGS` depend on `--method` in `tokens`."""
     command = tokens[0] if tokens else ""
     config = _option(tokens, "--config")
     if config and not os.path.isfile(config):
@@ -82,14 +83,15 @@ def build_app(tokens: Sequence[str]) -> App:
         config=Toml(config, must_exist=True, use_commands_as_keys=False) if config else None,
     )
     for name, explain in COMMANDS.items():
+        home = f"understudy.cli.{name.replace('-', '_')}"
         if name == command and name in WITH_METHOD_SETTINGS:
-            module = importlib.import_module(f"understudy.cli.{name}")
+            module = importlib.import_module(home)
             method = _option(tokens, "--method") or module.DEFAULT_METHOD
             built = module.build(method)
             named = {} if isinstance(built, App) else {"name": name, "help": explain}
             app.command(built, **named)
         else:
-            app.command(f"understudy.cli.{name}:command", name=name, help=explain)
+            app.command(f"{home}:command", name=name, help=explain)
     return app
 
 

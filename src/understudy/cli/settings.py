@@ -1,13 +1,15 @@
-"""Flags from configuration dataclasses: every field of a method's configuration, all optional."""
+"""Flags that commands share: of a run, of the machine, of a method's configuration."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from understudy.methods import load_method
+from understudy.privacy.certificate import Certificate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,51 @@ class MachineOptions:
     """Where to compute; auto takes a GPU if there is one."""
     compile: bool = True
     """Compile steps and capture them as CUDA graphs on a GPU; --no-compile to debug."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run is asked for."""
+
+    epsilon: float = 10.0
+    """Privacy budget of the run; `inf` adds no noise and gives no guarantee."""
+    delta: float = 1e-5
+    """Probability outside the guarantee; below 1/N0."""
+    accountant: Literal["pld", "renyi"] = "pld"
+    """Privacy-loss distributions (less noise), or Rényi as the papers did."""
+    preset: str = "auto"
+    """Named settings of the method."""
+    seed: int = 0
+    """Seed of public randomness. Batches and noise are secret and do not follow it."""
+    snapshots: int = 0
+    """How many states to keep on the way, in private/, to see how accuracy grew with epsilon."""
+    allow_large_delta: bool = False
+    """Accept delta >= 1/N0; the certificate will say so."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """Where a run goes, and what it is charged to."""
+
+    out: Path | None = None
+    """Directory of the run; by default runs/DATA-METHOD-epsEPSILON."""
+    resume: bool = False
+    """Go on with an unfinished run: the same command plus this flag."""
+    ledger: Path | None = None
+    """The ledger, if not the user's own."""
+    config: Path | None = None
+    """TOML file with any of these options; flags on the command line win."""
+
+    def asked(self) -> dict[str, Any]:
+        """Return them as arguments of the library, which knows no configuration files."""
+        return {name: value for name, value in vars(self).items() if name != "config"}
+
+
+def guarantee(certificate: Certificate) -> str:
+    """Say in a few words what is guaranteed."""
+    if not certificate.has_guarantee:
+        return "WITHOUT any guarantee"
+    return f"epsilon {certificate.epsilon:.4f} at delta {certificate.delta:g}"
 
 
 def settings_class(method: str) -> type:

@@ -19,7 +19,7 @@ def command(
     ledger_path: Path | None = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
 ) -> None:
-    """Check a released set against its certificate.
+    """Check what was released against its certificate.
 
     Anyone can check the files and recompute epsilon; the custodian can also check, with the ledger,
     that the certificate is the one that was issued.
@@ -44,7 +44,7 @@ def command(
             f" delta {found.delta:g}, for each {found.content['guarantee']['unit']}"
         )
     else:
-        lines.append("NO GUARANTEE: this set is not differentially private")
+        lines.append("NO GUARANTEE: what was released is not differentially private")
     if checked.is_authenticated:
         lines.append("issued with this ledger's key, and the ledger knows it")
     out.result(

@@ -19,7 +19,7 @@ from understudy.errors import InvalidData, InvalidSettings
 from understudy.evaluation.downstream import Evaluation, TrainingSet, check_fit
 from understudy.evaluation.protocols import Asked
 from understudy.files import make_directory, write_file, write_json
-from understudy.finished import load, opened, released_part, verify
+from understudy.finished import finished_release, load, opened, verify
 from understudy.pipeline import Data, load_data
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Certificate
@@ -61,7 +61,7 @@ def receive(folders: Sequence[str | Path]) -> list[Received]:
     if not folders:
         raise InvalidSettings("no released folders were named; name those of all stages, in order")
     received = []
-    for folder in map(released_part, folders):
+    for folder in map(finished_release, folders):
         certificate = verify(folder).certificate
         facts = PublicFacts.from_json(certificate.content["data_set"]["public_facts"])
         received.append(Received(folder, certificate, facts))

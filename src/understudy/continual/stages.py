@@ -15,7 +15,7 @@ from understudy.data.images import LabelledImages, chosen_classes, part_of
 from understudy.data.reading import RECORD
 from understudy.errors import Interrupted, InvalidSettings
 from understudy.files import canonical_json
-from understudy.finished import opened, released_part
+from understudy.finished import finished_release, opened
 from understudy.job import Request, StopRequest, stop_signals
 from understudy.pipeline import Data, load_data, synthesize
 from understudy.privacy import registration as registrations
@@ -99,7 +99,7 @@ def learn_stages(
     with opened(ledger) as book, listening as should_stop:
         for number, records in enumerate(stages, 1):
             place = Path(out) / f"stage-{number}"
-            before = released_part(places[-1]) if places else None
+            before = finished_release(places[-1]) if places else None
             asked = _request(request, before)
             report.say(f"stage {number} of {len(stages)}: {', '.join(records.class_names)}")
             if RunDirectory(place).is_finished:

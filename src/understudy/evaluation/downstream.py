@@ -19,6 +19,7 @@ from understudy.evaluation.classical import CLASSICAL, predictions
 from understudy.evaluation.protocols import Asked, Recipe, Scale
 from understudy.nets.classifiers import classifier
 from understudy.nets.params import moved
+from understudy.nets.released import Classifier
 from understudy.privacy.disclosure import RealImages
 from understudy.privacy.plan import PublicFacts
 from understudy.progress import Progress
@@ -33,6 +34,10 @@ SIDE_BY_SIDE = ("cuda",)
 """Kinds of devices that several networks are trained on at a time."""
 MOST_BESIDE = 8
 SYNTHETIC, REAL = "synthetic", "real"
+NOISY = "private records, with noise"
+"""What a released classifier was trained on."""
+RELEASED = "released classifier"
+"""Protocol and model of a classifier that is tested as it was released."""
 
 SAME = ("protocol", "model", "trained_on", "tested_on", "options")
 """Measurements that agree in these are repetitions of one another."""
@@ -124,11 +129,82 @@ def check_fit(synthetic: SyntheticSet, real: RealImages, facts: PublicFacts) -> 
             "data set"
         )
     for what, labels in (("test", real.labels), ("synthetic", synthetic.labels)):
-        if int(labels.max()) >= facts.classes:
-            raise InvalidData(
-                f"the {what} set has label {int(labels.max())}, the data set {facts.classes} "
-                "classes; expected labels below that; check that the sets belong together"
-            )
+        _check_labels(what, labels, facts.classes)
+
+
+def _check_labels(what: str, labels: Tensor, classes: int) -> None:
+    if int(labels.max()) >= classes:
+        raise InvalidData(
+            f"the {what} set has label {int(labels.max())}, the data set {classes} classes; "
+            "expected labels below that; check that the sets belong together"
+        )
+
+
+def utility_of(
+    released: Classifier,
+    real: RealImages,
+    *,
+    units: int,
+    device: torch.device,
+    known: Sequence[Mapping[str, Any]] = (),
+) -> Utility:
+    """Test a released classifier as it is.
+
+    Args:
+        released: the classifier.
+        real: what to test on.
+        units: how many units it was trained on.
+        device: where to compute.
+        known: earlier results; one that agrees is not computed again.
+    """
+    started, classes = time.perf_counter(), len(released.class_names)
+    same: dict[str, Any] = {
+        "protocol": RELEASED,
+        "model": RELEASED,
+        "trained_on": NOISY,
+        "tested_on": real.what,
+        "options": {"network": released.name, "width": released.width},
+    }
+    if before := _agreeing(same, known):
+        return before
+    _check_labels("test", real.labels, classes)
+    found = released.to(device).predict(real.images)
+    return _scored(
+        same, [found], real.labels, classes,
+        train_images=units, seconds=time.perf_counter() - started, device=_device_name(device),
+    )  # fmt: skip
+
+
+def _agreeing(same: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> Utility | None:
+    """Return an earlier result of the same measurement."""
+    before = [entry for entry in known if all(entry.get(k) == same[k] for k in SAME)]
+    return Utility.from_json(before[0]) if before else None
+
+
+def _scored(
+    same: Mapping[str, Any],
+    predicted: Sequence[Tensor],
+    true: Tensor,
+    classes: int,
+    *,
+    train_images: int,
+    seconds: float,
+    device: str,
+) -> Utility:
+    """Compare what was predicted, once per seed, with the truth."""
+    pairs = [true * classes + found for found in predicted]
+    confusion = torch.bincount(torch.cat(pairs), minlength=classes**2).view(classes, classes)
+    totals, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
+    return Utility(
+        **same,
+        test_images=len(true),
+        train_images=train_images,
+        accuracies=[float((found == true).double().mean()) for found in predicted],
+        per_class=[r / t if t else None for r, t in zip(right, totals, strict=True)],
+        confusion=confusion.tolist(),
+        seconds=round(seconds, 3),
+        device=device,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +245,7 @@ class Evaluation:
                 "tested_on": self.real.what,
                 "options": self._options(model, train),
             }
-            before = [entry for entry in known if all(entry.get(k) == same[k] for k in SAME)]
-            found = Utility.from_json(before[0]) if before else self._measured(same, train)
+            found = _agreeing(same, known) or self._measured(same, train)
             self.progress.say(f"{model}, trained on {train.what} images: {100 * found.mean:.1f} %")
             yield found
 
@@ -192,29 +267,18 @@ class Evaluation:
         return self.asked.recipe(self.facts.shape[0], len(train.labels) / self.facts.classes)
 
     def _measured(self, same: Mapping[str, Any], train: TrainingSet) -> Utility:
-        started, true, model = time.perf_counter(), self.real.labels, same["model"]
+        started, model = time.perf_counter(), same["model"]
         predicted = self.predicted(model, train)
-        confusion = torch.stack([self._confusion(found) for found in predicted]).sum(0)
-        totals, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
-        return Utility(
-            **same,
-            test_images=len(true),
+        return _scored(
+            same, predicted, self.real.labels, self.facts.classes,
             train_images=len(train.labels),
-            accuracies=[float((found == true).double().mean()) for found in predicted],
-            per_class=[r / t if t else None for r, t in zip(right, totals, strict=True)],
-            confusion=confusion.tolist(),
-            seconds=round(time.perf_counter() - started, 3),
+            seconds=time.perf_counter() - started,
             device="cpu" if model in CLASSICAL else _device_name(self.engine.device),
-        )
+        )  # fmt: skip
 
     def predicted(self, model: str, train: TrainingSet) -> list[Tensor]:
         """Train `model` once per seed; return the classes that each finds in the test images."""
         return (self._classical if model in CLASSICAL else self._network)(model, train)
-
-    def _confusion(self, predicted: Tensor) -> Tensor:
-        classes = self.facts.classes
-        pairs = self.real.labels * classes + predicted
-        return torch.bincount(pairs, minlength=classes**2).view(classes, classes)
 
     def _network(self, model: str, train: TrainingSet) -> list[Tensor]:
         """Train a network once per seed; return what each predicts.

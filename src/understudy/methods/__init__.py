@@ -19,7 +19,10 @@ METHODS = {
     "g-pate": "understudy.methods.g_pate:GPATE",
     "pate-gan": "understudy.methods.pate_gan:PATEGAN",
     "gs-wgan": "understudy.methods.gs_wgan:GSWGAN",
+    "dp-sgd": "understudy.methods.dp_sgd:DPSGD",
 }
+OF_CLASSIFIERS = frozenset({"dp-sgd"})
+"""Methods that train a classifier; the others make images."""
 
 
 def load_method(name: str) -> type[Method]:
@@ -28,3 +31,19 @@ def load_method(name: str) -> type[Method]:
         raise InvalidSettings(f"there is no method '{name}', expected {', '.join(METHODS)}")
     module, _, attribute = METHODS[name].partition(":")
     return cast("type[Method]", getattr(import_module(module), attribute))
+
+
+def check_makes_images(name: str) -> None:
+    """Refuse a method that does not make images, and say what to do with it."""
+    if name in OF_CLASSIFIERS:
+        raise InvalidSettings(
+            f"{name} trains a classifier and makes no images; use `understudy train-classifier`"
+        )
+
+
+def check_makes_classifier(name: str) -> None:
+    """Refuse a method that does not train a classifier, and say what to do with it."""
+    if name not in OF_CLASSIFIERS and name in METHODS:
+        raise InvalidSettings(
+            f"{name} makes images and trains no classifier; use `understudy generate`"
+        )

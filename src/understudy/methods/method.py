@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from understudy.errors import InvalidSettings
+from understudy.nets.released import Artefact
 from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Plan, PublicFacts
 from understudy.progress import Progress
 from understudy.provenance import PublicInput
-from understudy.synthetic import SyntheticSet
 
 
 def setting(default: Any, explain: str) -> Any:
@@ -55,7 +55,7 @@ class Preset:
 
 
 class Method(Protocol):
-    """A method of generating a synthetic set. Post-processing only: it never sees a record."""
+    """A method of making what is released. Post-processing only: it never sees a record."""
 
     config_class: ClassVar[type]
     presets: ClassVar[dict[str, Preset]]
@@ -73,8 +73,8 @@ class Method(Protocol):
     def plan(self) -> Plan:
         """Declare every release that `run` will ask for."""
 
-    def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
-        """Ask for the releases and make the set."""
+    def run(self, curator: Curator, progress: Progress) -> Artefact:
+        """Ask for the releases and make the set, or train the classifier."""
 
 
 @dataclass(frozen=True)

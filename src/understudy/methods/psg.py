@@ -13,16 +13,15 @@ Deviations: see docs/methods/psg.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.canvas import Canvas, Pixels, Prior, State, normalised, to_pixels
+from understudy.methods.canvas import Canvas, Pixels, Prior, State, to_pixels
 from understudy.methods.class_counts import EQUAL, HISTOGRAM, given_counts, noisy_counts
 from understudy.methods.fitting import filled, leaves_of
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
@@ -35,7 +34,7 @@ from understudy.progress import Progress
 from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
-from understudy.training.sgd import SGD, fit, mean_loss
+from understudy.training.sgd import SGD, RecordLoss, fit, mean_loss
 from understudy.training.siamese import Siamese, changed
 
 PRIORS = ("none", "dcgan")
@@ -223,22 +222,6 @@ def matching_distance(real: Params, synthetic: Params, *, noise_std: float = 0.0
 
 
 @dataclass(frozen=True)
-class RecordLoss:
-    """The classification loss of one private record; runs behind the door."""
-
-    network: ConvNet
-    facts: PublicFacts
-
-    def __call__(self, theta: Params, image: Tensor, label: Tensor) -> Tensor:
-        """Return the loss of `image`, pixels in [0, 1], under the network's parameters.
-
-        A drawn change of images, if there is one among `theta`, is applied first.
-        """
-        seen = changed(normalised(image, self.facts)[None], theta)
-        return F.cross_entropy(self.network(theta, seen), label[None])
-
-
-@dataclass(frozen=True)
 class ImageStep:
     """One step of the images towards the gradient that they should give."""
 
@@ -325,8 +308,8 @@ class PSG:
     def run(self, curator: Curator, progress: Progress) -> SyntheticSet:
         """Algorithm 1 or 2; loops over r, t and k are counted as one, so that it can be resumed."""
         config, canvas, engine = self.config, self.canvas, curator.engine
-        network = self._network_for(engine.device)
-        loss = RecordLoss(network, self.facts)
+        network = self.network.on(engine.device)
+        loss = RecordLoss(network, self.facts.mean, self.facts.std)
         image_step = self._image_step(network, curator.calibration.noise_multiplier)
         per_run = config.outer * config.batches
         averaged_from = config.steps - round(config.average * config.steps)
@@ -416,10 +399,6 @@ class PSG:
         _, height, width = self.facts.shape
         drawn = siamese.draw((height, width), public_generator(self.seed, "change", step))
         return moved(drawn, device)
-
-    def _network_for(self, device: torch.device) -> ConvNet:
-        """On a GPU keep maps in bfloat16: their traffic is most of the time."""
-        return replace(self.network, maps=torch.bfloat16) if device.type == "cuda" else self.network
 
     def _draw(self, number: int, device: torch.device) -> Params:
         drawn = self.network.init(public_generator(self.seed, "network", number))

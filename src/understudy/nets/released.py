@@ -1,39 +1,47 @@
-"""A trained generator as it is released: it draws as many images as one likes, at no cost.
+"""Trained networks as they are released: a generator draws images, a classifier names them.
 
-Whatever it draws is post-processing: the guarantee of the run that trained it goes with it.
+Whatever they are used for is post-processing: the guarantee of the run that trained them goes with
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from understudy.errors import InvalidData, InvalidSettings
+from understudy.nets.classifiers import NETWORKS, ModuleNetwork, classifier
 from understudy.nets.generators import GENERATORS, GeneratorNetwork
-from understudy.nets.modules import skeleton
-from understudy.nets.params import Params
+from understudy.nets.modules import Shape, skeleton
+from understudy.nets.params import Network, Params, parameter_count, per_channel
 from understudy.seeds import public_generator
-from understudy.synthetic import from_whole_bytes, metadata
+from understudy.synthetic import SyntheticSet, from_whole_bytes, metadata
 
 FORMAT = 1
 CHUNK = 250
 """Images that are drawn at once."""
+NAMED_AT_ONCE = 1000
+"""Images that are classified at once."""
 UNREADABLE = (
     AttributeError, KeyError, TypeError, ValueError, RuntimeError, safetensors.SafetensorError,
 )  # fmt: skip
 """What reading a garbled file may raise."""
 SUM_TOLERANCE = 1e-6
 """How far shares of classes may be from adding up to 1."""
+
+Released = TypeVar("Released")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,30 +143,120 @@ class Generator:
     @classmethod
     def from_bytes(cls, content: bytes) -> Generator:
         """Read what `to_bytes` wrote."""
-        try:
-            tensors = load_tensors(content)
-            about = json.loads(metadata(content)["generator"])
+        with _reading("generator"):
+            about, tensors = _parts("generator", content)
             network = _network(about)
             groups: dict[str, Params] = {"params": {}, "statistics": {}}
             for name, values in tensors.items():
                 group, _, part = name.partition("/")
                 groups[group][part] = values
             _check(network, groups)
-            shares = about["shares"]
-            return cls(network, **groups, shares=None if shares is None else tuple(shares))
-        except UNREADABLE as error:
-            raise InvalidData(
-                f"not the file of a generator ({' '.join(str(error).split())}); expected one that "
-                "understudy wrote; verify the directory"
-            ) from error
+            return cls(network, **groups, shares=_value(about["shares"]))
 
     @classmethod
     def load(cls, path: Path) -> Generator:
         """Read a file of what `to_bytes` wrote."""
-        try:
-            return cls.from_bytes(path.read_bytes())
-        except (OSError, InvalidData) as error:
-            raise InvalidData(f"{path}: {error}") from error
+        return _loaded(cls.from_bytes, path)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Classifier:
+    """A classifier with all that using it needs."""
+
+    name: str
+    """Of its network, one of `NETWORKS`."""
+    shape: Shape
+    """Of an image: channels, height, width."""
+    width: int
+    """Of the ConvNet; the others have theirs."""
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    """What is taken from the pixels of each channel, before they are divided by `std`."""
+    std: tuple[float, ...]
+    params: Params
+
+    def __post_init__(self) -> None:
+        if self.name not in NETWORKS:
+            raise InvalidData(
+                f"the classifier's network is '{self.name}', this version of understudy has "
+                f"{', '.join(NETWORKS)}; use a newer version"
+            )
+        channels = self.shape[0]
+        if not (len(self.mean) == len(self.std) == channels and min(self.std) > 0):
+            raise InvalidData(
+                f"a classifier has mean {self.mean} and std {self.std}, expected one for each of "
+                f"{channels} channels, and a positive std"
+            )
+
+    @property
+    def network(self) -> Network:
+        """The network, without parameters."""
+        return classifier(self.name, self.shape, len(self.class_names), width=self.width)
+
+    @torch.no_grad()
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Return what it thinks of images (n, c, h, w): a probability for each class (n, classes).
+
+        Pixels are 0 for black and 1 for white, or bytes.
+        """
+        if images.shape[1:] != self.shape:
+            raise InvalidData(
+                f"images have shape {tuple(images.shape)}, expected (n, "
+                f"{', '.join(map(str, self.shape))}), as the classifier was trained on"
+            )
+        device, network = next(iter(self.params.values())).device, self.network
+        found = [torch.empty((0, len(self.class_names)))]
+        for part in torch.split(images, NAMED_AT_ONCE) if len(images) else ():
+            pixels = part.to(device)
+            pixels = from_whole_bytes(pixels) if pixels.dtype == torch.uint8 else pixels.float()
+            seen = (pixels - per_channel(self.mean, pixels)) / per_channel(self.std, pixels)
+            found.append(network(self.params, seen).softmax(1).cpu())
+        return torch.cat(found)
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Return the labels (n,) of images (n, c, h, w), places in `class_names`.
+
+        Pixels are 0 for black and 1 for white, or bytes.
+        """
+        return self.probabilities(images).argmax(1)
+
+    @property
+    def described(self) -> str:
+        """Say what its file holds."""
+        return (
+            f"the parameters of a {self.name} ({parameter_count(self.params):,} numbers), with its "
+            'description; `understudy.load_classifier(".").predict(images)` uses it'
+        )
+
+    def to(self, device: torch.device) -> Classifier:
+        """Bring it to `device`."""
+        return replace(self, params={n: values.to(device) for n, values in self.params.items()})
+
+    def to_bytes(self) -> bytes:
+        """Serialise as safetensors; the description stands in the header."""
+        about = {"format": FORMAT} | {name: getattr(self, name) for name in DESCRIPTION}
+        tensors = {n: values.detach().cpu().contiguous() for n, values in self.params.items()}
+        return save_tensors(tensors, metadata={"classifier": json.dumps(about)})
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Classifier:
+        """Read what `to_bytes` wrote."""
+        with _reading("classifier"):
+            about, tensors = _parts("classifier", content)
+            made = cls(**{name: _value(about[name]) for name in DESCRIPTION}, params=tensors)
+            _compare("", _sizes(made.network), tensors)
+            return made
+
+    @classmethod
+    def load(cls, path: Path) -> Classifier:
+        """Read a file of what `to_bytes` wrote."""
+        return _loaded(cls.from_bytes, path)
+
+
+DESCRIPTION = ("name", "shape", "width", "class_names", "mean", "std")
+"""What the header of a classifier's file says."""
+Artefact = SyntheticSet | Classifier
+"""What a run releases."""
 
 
 def codes_of(network: GeneratorNetwork, count: int, seed: int) -> Iterator[Tensor]:
@@ -181,35 +279,70 @@ def divided(count: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
-def _network(about: dict[str, Any]) -> GeneratorNetwork:
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn whatever a garbled file leads to into one line."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise InvalidData(
+            f"not the file of a {what} ({' '.join(str(error).split())}); expected one that "
+            "understudy wrote; verify the directory"
+        ) from error
+
+
+def _parts(what: str, content: bytes) -> tuple[dict[str, Any], Params]:
+    """Return the description in the header of a file, and its tensors."""
+    tensors = load_tensors(content)
+    about: dict[str, Any] = json.loads(metadata(content)[what])
     if about["format"] > FORMAT:
         raise InvalidData(
-            f"the generator's file has format {about['format']}, this version of understudy reads "
+            f"the {what}'s file has format {about['format']}, this version of understudy reads "
             f"{FORMAT}; use a newer version"
         )
     if about["format"] != FORMAT:
         raise ValueError(f"format {about['format']}")
+    return about, tensors
+
+
+def _loaded(read: Callable[[bytes], Released], path: Path) -> Released:
+    try:
+        return read(path.read_bytes())
+    except (OSError, InvalidData) as error:
+        raise InvalidData(f"{path}: {error}") from error
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _network(about: dict[str, Any]) -> GeneratorNetwork:
     if about["network"] not in GENERATORS:
         raise InvalidData(
             f"the generator's network is '{about['network']}', this version of understudy has "
             f"{', '.join(GENERATORS)}; use a newer version"
         )
-    config: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in about["config"].items()
-    }
+    config: dict[str, Any] = {key: _value(value) for key, value in about["config"].items()}
     return GENERATORS[about["network"]](**config)
 
 
 def _check(network: GeneratorNetwork, groups: dict[str, Params]) -> None:
     """Refuse tensors that are not those of the network."""
     module = skeleton(network, True)
-    expected: dict[str, Iterator[tuple[str, Tensor]]] = {
-        "params": module.named_parameters(),
-        "statistics": module.named_buffers(),
-    }
-    for group, likes in expected.items():
-        wanted = {n: (like.shape, like.dtype) for n, like in likes if like.is_floating_point()}
-        found = {name: (values.shape, values.dtype) for name, values in groups[group].items()}
-        if wrong := {name for name, _ in wanted.items() ^ found.items()}:
-            raise ValueError(f"{group}/{min(wrong)} is missing, unknown, or of another shape")
+    _compare("params/", module.named_parameters(), groups["params"])
+    _compare("statistics/", module.named_buffers(), groups["statistics"])
+
+
+def _sizes(network: Network) -> Iterable[tuple[str, Tensor]]:
+    """Return tensors without values like a network's parameters: a header may ask for any size."""
+    if isinstance(network, ModuleNetwork):
+        return skeleton(network).named_parameters()
+    with FakeTensorMode():
+        return network.init(torch.Generator()).items()
+
+
+def _compare(group: str, expected: Iterable[tuple[str, Tensor]], tensors: Params) -> None:
+    wanted = {n: (like.shape, like.dtype) for n, like in expected if like.is_floating_point()}
+    found = {name: (values.shape, values.dtype) for name, values in tensors.items()}
+    if wrong := {name for name, _ in wanted.items() ^ found.items()}:
+        raise ValueError(f"{group}{min(wrong)} is missing, unknown, or of another shape")

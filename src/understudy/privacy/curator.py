@@ -17,6 +17,7 @@ from torch import Tensor
 
 from understudy.errors import Interrupted, InvalidSettings, PlanExhausted, PlanViolation
 from understudy.nets.params import Params
+from understudy.nets.released import Artefact
 from understudy.privacy.accounting import Calibration, epsilon_of
 from understudy.privacy.blocks import Blocks
 from understudy.privacy.briefing import FollowingBlocks
@@ -34,7 +35,6 @@ from understudy.privacy.releases.sample_gradient import SampleLoss, sample_gradi
 from understudy.privacy.releases.votes import votes
 from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
-from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
 
 State = Mapping[str, Tensor | Mapping[str, Tensor]]
@@ -56,8 +56,8 @@ class Pace:
     should_stop: Callable[[], bool] = lambda: False
     snapshots: int = 0
     """Over the whole plan."""
-    keep: Callable[[Mapping[str, int], SyntheticSet], None] = lambda made, synthetic: None
-    """Gets the releases made until then, and the set."""
+    keep: Callable[[Mapping[str, int], Artefact], None] = lambda made, so_far: None
+    """Gets the releases made until then, and what they have led to."""
     keeps_members: bool = False
     """Whether checkpoints hold what ensembles learned, without noise; deleted at the run's end."""
 
@@ -326,14 +326,14 @@ class Curator(Sealed):
         return saved.step, state
 
     def checkpoint(
-        self, step: int, state: State, so_far: Callable[[], SyntheticSet] | None = None
+        self, step: int, state: State, so_far: Callable[[], Artefact] | None = None
     ) -> None:
         """Offer a point to continue from: committed every few seconds, at a stop, and at the end.
 
         Args:
             step: steps done.
             state: what to continue with.
-            so_far: makes the set as it would be if the run ended here, for a snapshot.
+            so_far: makes what would be released if the run ended here, for a snapshot.
 
         Raises:
             Interrupted: a signal asked to stop; everything up to here is committed.

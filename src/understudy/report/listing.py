@@ -12,7 +12,7 @@ from understudy.card import never_less
 from understudy.errors import InvalidData, UnderstudyError
 from understudy.privacy import certificate as certificates
 from understudy.report.measured import best_accuracy
-from understudy.runs import PARTIAL, SET_FILE, SETTINGS_FILE, RunDirectory
+from understudy.runs import CLASSIFIER_FILE, PARTIAL, SET_FILE, SETTINGS_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
 
 UNKNOWN = "–"
@@ -68,8 +68,14 @@ def _finished(path: Path, certificate: Path) -> RunLine:
         data=str(found.content["data_set"]["name"]),
         epsilon=f"{never_less(found.epsilon):g}" if found.has_guarantee else "no guarantee",
         accuracy=best_accuracy(utility) if utility else UNKNOWN,
-        images=f"{SyntheticSet.count(path / 'release' / SET_FILE):,}",
+        images=_images(path / "release"),
     )
+
+
+def _images(release: Path) -> str:
+    if (release / CLASSIFIER_FILE).exists():
+        return "classifier"
+    return f"{SyntheticSet.count(release / SET_FILE):,}"
 
 
 def _unfinished(path: Path, settings: Path) -> RunLine:

@@ -29,7 +29,7 @@ from understudy.report.measured import (
     read_measured,
 )
 from understudy.report.released import Released, attack_chart, epsilon_chart
-from understudy.runs import PARTIAL, RunDirectory, partial
+from understudy.runs import PARTIAL, RunDirectory, partial, released_part
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -152,7 +152,7 @@ def _released_part(path: Path) -> Path:
         )
     if not path.is_dir():
         raise InvalidData(f"there is no directory {path}; expected one that a run has written")
-    release = path / "release" if (path / "release").is_dir() else path
+    release = released_part(path)
     if not (release / certificates.FILE_NAME).is_file():
         raise InvalidData(
             f"{path} is not a run: it has no {certificates.FILE_NAME}; expected a directory that "
@@ -197,7 +197,7 @@ def _compare(pages: Sequence[RunPage]) -> Comparison:
             str(one.content["data_set"]["name"]),
             one.epsilon,
             one.delta,
-            f"{len(one.synthetic):,}",
+            one.amount,
             str(one.content["data_set"]["public_facts"]["unit"]),
         )
         for one in sets
@@ -212,13 +212,13 @@ def _compare(pages: Sequence[RunPage]) -> Comparison:
             str(page.released.content["data_set"]["name"]),
             page.released.epsilon,
             best_accuracy(found.entries.get("utility", [])),
-            f"{len(page.released.synthetic):,}",
+            page.released.amount,
         )
         for page, found in measured
     ]
     private_columns = ("run", "folder", "method", "data", "epsilon", "best accuracy", "images")
     return Comparison(
-        table=Table("The sets", columns, rows),
+        table=Table("What was released", columns, rows),
         epsilon_chart=epsilon_chart(sets),
         attack_chart=attack_chart(sets),
         accuracies=Table("What they are worth", private_columns, accuracies) if measured else None,

@@ -18,7 +18,10 @@ from understudy.card import factor, never_less
 from understudy.charts import Chart, Series, Table, decades, line_chart, linear, power
 from understudy.charts import shares as share_axis
 from understudy.errors import UnderstudyError
+from understudy.finished import load_released
 from understudy.methods import load_method
+from understudy.nets.params import parameter_count
+from understudy.nets.released import Artefact, Classifier
 from understudy.privacy.certificate import Certificate, Verification, implied_curve
 from understudy.privacy.plan import PublicFacts
 from understudy.report.trade_off import (
@@ -27,7 +30,6 @@ from understudy.report.trade_off import (
     attack_curve,
     most_true_positives,
 )
-from understudy.runs import SET_FILE
 from understudy.synthetic import SyntheticSet
 
 PER_CLASS = 10
@@ -54,17 +56,58 @@ class SheetRow:
 
 @dataclass(frozen=True)
 class Released:
-    """A released set that matches its certificate."""
+    """What a run has released, matching its certificate."""
 
     verification: Verification
-    synthetic: SyntheticSet
+    made: Artefact
     letter: str = ""
     """What it is called beside others."""
 
     @classmethod
     def load(cls, release: Path, verification: Verification, letter: str = "") -> Released:
-        """Read the set that was verified."""
-        return cls(verification, SyntheticSet.load(release / SET_FILE), letter)
+        """Read what was verified."""
+        return cls(verification, load_released(release), letter)
+
+    @property
+    def synthetic(self) -> SyntheticSet | None:
+        """The set, if it is one."""
+        return None if isinstance(self.made, Classifier) else self.made
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """The classifier, if it is one."""
+        return self.made if isinstance(self.made, Classifier) else None
+
+    @property
+    def heading(self) -> str:
+        """What it is, as the title of a page."""
+        data = self.content["data_set"]["name"]
+        kind = "classifier trained on" if self.classifier else "synthetic stand‑in for"
+        return f"A {kind} {data}"
+
+    @property
+    def what(self) -> str:
+        """What it is, in a sentence."""
+        return "classifier" if self.synthetic is None else "set"
+
+    @property
+    def amount(self) -> str:
+        """How much it is, for a table."""
+        return "classifier" if self.synthetic is None else f"{len(self.synthetic):,}"
+
+    @property
+    def about_classifier(self) -> list[tuple[str, str]]:
+        """What there is to say about a classifier."""
+        found = self.classifier
+        if found is None:
+            return []
+        numbers = [", ".join(f"{value:g}" for value in part) for part in (found.mean, found.std)]
+        return [
+            ("Network", f"{found.name}, {parameter_count(found.params):,} parameters"),
+            ("Takes", self.shape),
+            ("Classes", ", ".join(found.class_names)),
+            ("Pixels are seen as", f"(p − {numbers[0]}) / {numbers[1]}, p from 0 black to 1 white"),
+        ]
 
     @property
     def certificate(self) -> Certificate:
@@ -83,7 +126,7 @@ class Released:
 
     @property
     def has_guarantee(self) -> bool:
-        """Whether the set is differentially private at all."""
+        """Whether it is differentially private at all."""
         return self.certificate.has_guarantee
 
     @property
@@ -132,12 +175,14 @@ class Released:
 
     @cached_property
     def sheet(self) -> tuple[SheetRow, ...]:
-        """The contact sheet, class by class."""
-        rows = []
-        for label, name in enumerate(self.synthetic.class_names[:MOST_CLASSES]):
+        """The contact sheet, class by class; nothing for a classifier."""
+        rows: list[SheetRow] = []
+        for label, name in enumerate(self.facts.class_names[:MOST_CLASSES]):
+            if self.synthetic is None:
+                break
             found = (self.synthetic.labels == label).nonzero().flatten().tolist()
             tiles = tuple(
-                self.tile(index, f"Synthetic image {place} of class {name}")
+                tile_of(self.synthetic, index, f"Synthetic image {place} of class {name}")
                 for place, index in enumerate(found[:PER_CLASS], start=1)
             )
             rows.append(SheetRow(name, tiles, len(found) - len(tiles)))
@@ -146,15 +191,13 @@ class Released:
     @property
     def classes_left_out(self) -> int:
         """How many classes the contact sheet leaves out."""
-        return max(0, len(self.synthetic.class_names) - MOST_CLASSES)
-
-    def tile(self, index: int, alt: str) -> Tile:
-        """Return one image of the set."""
-        return Tile(data_uri(self.synthetic.picture(index)), alt)
+        return max(0, self.facts.classes - MOST_CLASSES)
 
     @cached_property
-    def overview(self) -> Tile:
-        """The contact sheet as one picture."""
+    def overview(self) -> Tile | None:
+        """The contact sheet as one picture; None for a classifier."""
+        if self.synthetic is None:
+            return None
         names = self.synthetic.class_names
         alt = f"Contact sheet of {self.title}: one row per class, from {names[0]} to {names[-1]}"
         return Tile(data_uri(self.synthetic.contact_sheet()), alt)
@@ -246,6 +289,11 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def tile_of(synthetic: SyntheticSet, index: int, alt: str) -> Tile:
+    """Return one image of a set."""
+    return Tile(data_uri(synthetic.picture(index)), alt)
 
 
 def data_uri(png: bytes) -> str:

@@ -22,16 +22,18 @@ from understudy.continual.curve import evaluate_stages
 from understudy.continual.stages import learn_stages, split
 from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidData
+from understudy.evaluation.downstream import RELEASED
 from understudy.files import make_directory, write_file, write_json
-from understudy.finished import load_result, released_part
+from understudy.finished import load_result
 from understudy.job import StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence, measure_quality
-from understudy.pipeline import load_data, synthesize
+from understudy.methods import OF_CLASSIFIERS
+from understudy.pipeline import load_data, synthesize, train_classifier
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
 from understudy.reproduce.experiment import FID, Experiment, PlannedRun
-from understudy.runs import SHEET_FILE, RunDirectory, held, partial
+from understudy.runs import SHEET_FILE, RunDirectory, held, partial, released_part
 
 FORMAT = 1
 Cell = dict[str, Any]
@@ -226,11 +228,15 @@ class _Executor:
             parts = split(data, run.stages.split())
             return learn_stages(parts, out=out, **run.request(), **how)
         if not RunDirectory(out).is_finished:
-            synthesize(data, **run.request(), out=out, resume=partial(out).exists(), **how)
+            make = train_classifier if run.method in OF_CLASSIFIERS else synthesize
+            make(data, **run.request(), out=out, resume=partial(out).exists(), **how)
         return [out]
 
     def _measured(self, places: list[Path], data: LabelledImages, model: str) -> Cell:
-        """Train `model` on the set, and on what was kept on the way if the experiment says so."""
+        """Train `model` on the set, and on what was kept on the way if the experiment says so.
+
+        A released classifier is tested as it is.
+        """
         (place,), started = places, time.perf_counter()
         if model == FID:
             quality = measure_quality(place, reference="training", **self._where)
@@ -270,14 +276,11 @@ class _Executor:
         }
 
     def _asked(self, data: LabelledImages, model: str) -> dict[str, Any]:
-        measure = self.experiment.measure
-        return self._where | {
-            "test": data,
-            "protocol": measure.protocol,
-            "models": [model],
-            "seeds": measure.seeds,
-            **measure.options,
-        }
+        measure, asked = self.experiment.measure, self._where | {"test": data}
+        if model == RELEASED:
+            return asked
+        trained = {"protocol": measure.protocol, "models": [model], "seeds": measure.seeds}
+        return asked | trained | dict(measure.options)
 
     @property
     def _ledger(self) -> Path:

@@ -87,7 +87,8 @@ class Measure:
 
     protocol: str = "psg"
     models: tuple[str, ...] = ("convnet",)
-    """What is trained on the set; `fid` is the distance of its images from the training records."""
+    """What is trained on the set; `fid` is the distance of its images from the training records,
+    `released classifier` what a run trained itself."""
     seeds: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     convergence: bool = False

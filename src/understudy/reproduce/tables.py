@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from understudy.charts import Chart, Series, counted, line_chart, linear, shares, standalone
+from understudy.evaluation.downstream import RELEASED
 from understudy.reproduce.experiment import FID, Experiment
 
 Cell = Mapping[str, Any]
@@ -198,10 +199,15 @@ def _sections(experiment: Experiment, cells: Sequence[Cell]) -> list[tuple[str, 
 
 def _notes(experiment: Experiment) -> list[str]:
     notes = [experiment.about, f"Published: {experiment.source}."] if experiment.published else []
+    measure = experiment.measure
+    tested = (
+        "each classifier is tested as it was released"
+        if measure.models == (RELEASED,)
+        else f"{measure.seeds} evaluation networks per set (protocol {measure.protocol})"
+    )
     how = (
-        "Mean over the sets of all seeds, ± their standard deviation where there are several; "
-        f"{experiment.measure.seeds} evaluation networks per set (protocol "
-        f"{experiment.measure.protocol}). Seconds are wall-clock, with compilation, summed over "
+        "Mean over the runs of all seeds, ± their standard deviation where there are several; "
+        f"{tested}. Seconds are wall-clock, with compilation, summed over "
         f"resumed calls, without evaluation. Written by `understudy reproduce {experiment.name}`."
     )
     notes = [*(notes or [experiment.about]), how]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -186,7 +186,8 @@ def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> 
         flattened, result_structure = pytree.tree_flatten(result)
         return [_laid_out(tensor.detach()) for tensor in flattened]
 
-    traced = make_fx(flat, decomposition_table=SMALL_PRODUCTS)(*map(_laid_out, leaves))
+    distinct = _distinct(map(_laid_out, leaves))
+    traced = make_fx(flat, decomposition_table=SMALL_PRODUCTS)(*distinct)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     is_small = max(_values(node) for node in traced.graph.nodes) <= LARGEST_COMBINED
@@ -198,7 +199,7 @@ def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> 
             results = compiled(*map(_laid_out, pytree.tree_leaves(args)))
         return pytree.tree_unflatten(results, cast(pytree.TreeSpec, result_structure))
 
-    call(*resident, *args)  # compile now, where a failure is understood
+    call(*distinct)  # compile now, where a failure is understood
     return call
 
 
@@ -216,6 +217,14 @@ def _laid_out(tensor: Tensor) -> Tensor:
     return tensor.contiguous(
         memory_format=torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
     )
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copy a tensor that is there twice: the trace would take the two for one, in every call."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        found.append(tensor.clone() if any(tensor is other for other in found) else tensor)
+    return found
 
 
 def _product(left: Tensor, right: Tensor) -> Any:

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from understudy.nets.params import Network, Params
+from understudy.nets.params import Network, Params, per_channel
 from understudy.training.engine import Engine
+from understudy.training.siamese import changed
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 Epochs = Callable[[range], Iterator[int]]
@@ -77,6 +78,23 @@ class SGDStep:
                 push = pushed[name] = self.momentum * velocity[name] + push
             moved[name] = weight - lr * push
         return moved, pushed
+
+
+@dataclass(frozen=True)
+class RecordLoss:
+    """The classification loss of one private record; runs behind the door."""
+
+    network: Network
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, theta: Params, image: Tensor, label: Tensor) -> Tensor:
+        """Return the loss of `image`, pixels in [0, 1], under the network's parameters.
+
+        A drawn change of images, if there is one among `theta`, is applied first.
+        """
+        normalised = (image - per_channel(self.mean, image)) / per_channel(self.std, image)
+        return F.cross_entropy(self.network(theta, changed(normalised[None], theta)), label[None])
 
 
 def mean_loss(network: Network, params: Params, images: Tensor, labels: Tensor) -> Tensor:
