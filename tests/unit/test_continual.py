@@ -17,7 +17,6 @@ import torch
 import understudy
 from door import seal, some_images
 from understudy.continual import curve as curves
-from understudy.continual import stages as making
 from understudy.continual.curve import evaluate_stages, receive, sentence
 from understudy.continual.stages import gather, learn_stages, split
 from understudy.errors import Interrupted, InvalidData, InvalidSettings, VerificationFailed
@@ -110,35 +109,29 @@ def test_a_stage_is_evaluated_by_itself_on_its_own_classes(places, digits):
     assert found.test_images == int(np.isin(digits.test.labels, (1, 2)).sum())
 
 
-def test_a_classifier_that_was_released_is_tested_as_it_is(places, digits, monkeypatch, tmp_path):
-    asked = []
-
-    def oracle(folder, real, seen):
-        asked.append((folder, tuple(seen)))
-        return [real.labels, torch.zeros_like(real.labels)]
-
-    monkeypatch.setitem(curves.CLASSIFIERS, "psg", oracle)
-    found = evaluate_stages(places, test=digits, ledger=tmp_path / "ledger.sqlite", **QUICK)
-    assert [point.accuracies for point in found.points] == [[1.0, 0.5], [1.0, 0.25]]
-    assert asked == [
-        (places[0] / "release", ("5", "6")),
-        (places[1] / "release", ("5", "6", "1", "2")),
-    ]
-
-
-def test_a_method_may_go_on_from_what_the_stage_before_released(digits, monkeypatch, tmp_path):
-    given = []
-
-    def handed(folder):
-        given.append(folder)
-        return {"images_per_class": 1}
-
-    monkeypatch.setitem(making.HANDED_ON, "psg", handed)
+def test_a_classifier_is_handed_on_and_tested_as_it_is(digits, tmp_path):
+    book, settings = tmp_path / "ledger.sqlite", {"steps": 20, "width": 8}
     first, second = learn_stages(
-        split(digits, GROUPS), out=tmp_path, ledger=tmp_path / "ledger.sqlite", **REQUEST
-    )
-    assert given == [first / "release"]
-    assert (len(understudy.load(first)), len(understudy.load(second))) == (4, 2)
+        split(digits, GROUPS), out=tmp_path, ledger=book,
+        **REQUEST | {"method": "dp-sgd", "settings": settings},
+    )  # fmt: skip
+    before, after = (understudy.load_classifier(place) for place in (first, second))
+    assert before.class_names[:2] == ("5", "6")
+    assert after.class_names[:2] == ("1", "2")
+    assert set(after.class_names) == set(before.class_names) == set(digits.class_names)
+
+    found = evaluate_stages([first, second], test=digits, ledger=book, **QUICK)
+    seen = ("5", "6", "1", "2")
+    real = digits.test
+    named = after.predict(torch.from_numpy(real.images), among=seen)
+    recognised = [
+        float((named[real.labels == digits.class_names.index(name)] == place).double().mean())
+        for place, name in enumerate(seen)
+    ]
+    assert found.points[-1].accuracies == [pytest.approx(np.mean(recognised))]
+    assert found.points[0].mean > 0.8
+    (input_,) = understudy.load_result(second).certificate.content["method"]["public_inputs"]
+    assert input_["kind"] == "released"
 
 
 # What is refused

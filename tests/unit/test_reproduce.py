@@ -240,7 +240,7 @@ def test_stages_are_drawn_one_picture_for_each_epsilon(tmp_path):
     text = (tmp_path / "psg-figure-3-smoke.md").read_text()
     assert "| convnet | stage 2 | 90.0 ± 1.0 |" in text
     picture = ElementTree.fromstring((tmp_path / drawn.pop()).read_text())
-    assert len(picture.findall(".//{http://www.w3.org/2000/svg}polyline")) == 2  # psg, dp-merf
+    assert len(picture.findall(".//{http://www.w3.org/2000/svg}polyline")) == 3  # psg, dp-merf, dp-sgd
 
 
 def test_an_experiment_in_stages_measures_after_each(tmp_path):

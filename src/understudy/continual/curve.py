@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -16,10 +16,11 @@ from understudy.card import never_less
 from understudy.charts import Chart, Series, counted, line_chart, shares, standalone
 from understudy.data.images import LabelledImages
 from understudy.errors import InvalidData, InvalidSettings
-from understudy.evaluation.downstream import Evaluation, TrainingSet, check_fit
+from understudy.evaluation.downstream import RELEASED, Evaluation, TrainingSet, check_fit
 from understudy.evaluation.protocols import Asked
 from understudy.files import make_directory, write_file, write_json
 from understudy.finished import finished_release, load, opened, verify
+from understudy.nets.released import Classifier
 from understudy.pipeline import Data, load_data
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import Certificate
@@ -28,14 +29,9 @@ from understudy.privacy.disclosure import RealImages, disclose_test_set
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import PublicFacts
 from understudy.progress import Progress
+from understudy.runs import CLASSIFIER_FILE
 from understudy.synthetic import join
 from understudy.training.engine import Engine, choose_device
-
-Classifier = Callable[[Path, RealImages, Sequence[str]], list[Tensor]]
-"""From a released folder, test images and the classes seen so far to what is found in the images:
-numbers of classes in that order, from each seed."""
-CLASSIFIERS: dict[str, Classifier] = {}
-"""Methods that release a classifier: it is tested as it is, none is trained."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,6 @@ class Received:
     folder: Path
     certificate: Certificate
     facts: PublicFacts
-
-    @property
-    def method(self) -> str:
-        """Name of the method that made it."""
-        return str(self.certificate.content["method"]["name"])
 
 
 def receive(folders: Sequence[str | Path]) -> list[Received]:
@@ -272,8 +263,10 @@ class _Judge:
         sets together.
         """
         asked, last = self.asked, received[-1]
-        if last.method in CLASSIFIERS:
-            yield last.method, CLASSIFIERS[last.method](last.folder, tested, seen), 0
+        if (last.folder / CLASSIFIER_FILE).exists():
+            handed_on = Classifier.load(last.folder / CLASSIFIER_FILE).to(self.engine.device)
+            units = sum(one.facts.units for one in received)
+            yield RELEASED, [handed_on.predict(tested.images, among=seen)], units
             return
         union = join([load(one.folder) for one in received])
         facts = replace(last.facts, class_names=seen)

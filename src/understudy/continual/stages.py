@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +17,14 @@ from understudy.errors import Interrupted, InvalidSettings
 from understudy.files import canonical_json
 from understudy.finished import finished_release, opened
 from understudy.job import Request, StopRequest, stop_signals
-from understudy.pipeline import Data, load_data, synthesize
+from understudy.methods import OF_CLASSIFIERS
+from understudy.pipeline import Data, load_data, synthesize, train_classifier
 from understudy.privacy import registration as registrations
 from understudy.privacy.group import is_in_group
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.registration import RegistrationTerms
 from understudy.progress import Progress
 from understudy.runs import RunDirectory, partial
-
-HANDED_ON: dict[str, Callable[[Path], Mapping[str, Any]]] = {}
-"""Methods that go on from the stage before: from its released folder to settings of the next."""
 
 
 def split(data: Data, groups: Sequence[str | Sequence[str]]) -> list[LabelledImages]:
@@ -109,7 +107,8 @@ def learn_stages(
                 if should_stop():
                     raise Interrupted(rest)
                 try:
-                    synthesize(
+                    make = train_classifier if asked.method in OF_CLASSIFIERS else synthesize
+                    make(
                         records,
                         out=place,
                         ledger=book,
@@ -128,11 +127,14 @@ def learn_stages(
 
 
 def _request(given: Mapping[str, Any], before: Path | None) -> Request:
-    """Return what a stage is asked to do, given the folder that the stage before released."""
+    """Return what a stage is asked to do, given the folder that the stage before released.
+
+    A classifier goes on from the one before; sets stand by themselves.
+    """
     asked = Request(**given)
-    if before is None or asked.method not in HANDED_ON:
+    if before is None or asked.method not in OF_CLASSIFIERS:
         return asked
-    return replace(asked, settings={**asked.settings, **HANDED_ON[asked.method](before)})
+    return replace(asked, settings={**asked.settings, "start": str(before)})
 
 
 def _terms(

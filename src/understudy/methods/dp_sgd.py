@@ -161,12 +161,12 @@ class Start:
 
     def check(self, network: ConvNet, facts: PublicFacts) -> None:
         """Refuse a classifier of other images, classes or width."""
-        found, names = self.classifier, facts.class_names
-        if (found.shape, found.class_names) != (facts.shape, names):
+        found, names = self.classifier, facts.all_classes
+        if (found.shape, sorted(found.class_names)) != (facts.shape, sorted(names)):
             raise InvalidSettings(
                 f"the classifier to start from takes images of shape {found.shape} and has the "
                 f"classes {', '.join(found.class_names[:5])}, the data set {facts.shape} and "
-                f"{', '.join(names[:5])}; expected the same, in the same order"
+                f"{', '.join(names[:5])}; expected the same"
             )
         if found.name != NETWORK or found.width != network.width:
             raise InvalidSettings(
@@ -202,7 +202,9 @@ class DPSGD:
 
     def __init__(self, config: DPSGDConfig, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed
-        self.network = ConvNet(facts.shape, facts.classes, config.width)
+        others = [name for name in facts.all_classes if name not in facts.class_names]
+        self.classes = (*facts.class_names, *others)  # own ones first: labels are their places
+        self.network = ConvNet(facts.shape, len(self.classes), config.width)
 
     @cached_property
     def start(self) -> Start | None:
@@ -255,13 +257,13 @@ class DPSGD:
     def _first(self) -> Classifier:
         """Return the classifier before the first step; one to go on from keeps its constants."""
         if self.start:
-            return self.start.classifier
+            return self.start.classifier.ordered(self.classes)
         facts = self.facts
         return Classifier(
             name=NETWORK,
             shape=facts.shape,
             width=self.config.width,
-            class_names=facts.class_names,
+            class_names=self.classes,
             mean=facts.mean,
             std=facts.std,
             params=self.network.init(public_generator(self.seed, "network")),

@@ -213,12 +213,30 @@ class Classifier:
             found.append(network(self.params, seen).softmax(1).cpu())
         return torch.cat(found)
 
-    def predict(self, images: Tensor) -> Tensor:
+    def predict(self, images: Tensor, *, among: Sequence[str] | None = None) -> Tensor:
         """Return the labels (n,) of images (n, c, h, w), places in `class_names`.
 
-        Pixels are 0 for black and 1 for white, or bytes.
+        Args:
+            images: pixels are 0 for black and 1 for white, or bytes.
+            among: choose one of these classes; labels are then places in this list.
         """
-        return self.probabilities(images).argmax(1)
+        found = self.probabilities(images)
+        return (found if among is None else found[:, self._places(among)]).argmax(1)
+
+    def ordered(self, names: Sequence[str]) -> Classifier:
+        """Return the same classifier with its classes in another order."""
+        weight, bias = [name for name, _ in _sizes(self.network)][-2:]  # of its outputs
+        places = self._places(names)
+        moved = {name: self.params[name][places] for name in (weight, bias)}
+        return replace(self, class_names=tuple(names), params=self.params | moved)
+
+    def _places(self, names: Sequence[str]) -> list[int]:
+        if unknown := [name for name in names if name not in self.class_names]:
+            raise InvalidData(
+                f"the classifier knows no class '{unknown[0]}', only "
+                f"{', '.join(self.class_names[:5])}"
+            )
+        return [self.class_names.index(name) for name in names]
 
     @property
     def described(self) -> str:
