@@ -41,7 +41,7 @@ from understudy.evaluation.quality import Quality
 from understudy.finished import ledger_of, load_result, opened, require_images
 from understudy.job import Result
 from understudy.nets.released import Classifier
-from understudy.pipeline import Data
+from understudy.pipeline import Data, register
 from understudy.privacy import registration as registrations
 from understudy.privacy.certificate import epsilon_after
 from understudy.privacy.disclosure import (
@@ -231,6 +231,42 @@ def evaluate(
                 subject.record("utility", utility.to_json(), SAME)
                 found.append(utility)
     return found
+
+
+def measure_real(
+    data: LabelledImages,
+    *,
+    ledger: Ledger | str | Path | None = None,
+    device: str = "auto",
+    compile: bool = True,
+    progress: Progress | None = None,
+    **asked: Any,
+) -> list[Utility]:
+    """Train on real records: what a synthetic set of these can be compared with.
+
+    Nothing is released; that the records were read is entered into the ledger.
+
+    Args:
+        data: training records, with a test set of their own.
+        ledger: path of the ledger; by default the user's.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
+        compile: whether to compile and capture steps on a GPU; False to debug.
+        progress: where to report.
+        **asked: fields of `Asked`, as for `evaluate`; `subsample` takes so many of each class.
+    """
+    if data.test is None:
+        raise InvalidData(f"{data.name} has no test set of its own; expected one to test with")
+    report, purpose = progress or Progress(), f"train on real records of {data.name}"
+    engine = Engine(choose_device(device), compile=compile, say=report.say)
+    with opened(ledger) as book:
+        registered = register(data, ledger=book)
+        seen = disclose_training_records(Vault(data, registered, book), book, purpose=purpose)
+        tested = disclose_test_set(data.test, book, data_set=registered.id, purpose=purpose)
+    evaluation = Evaluation(
+        real=tested, facts=registered.facts, asked=Asked(**asked), engine=engine, progress=report
+    )
+    train = TrainingSet(images=seen.images, labels=seen.labels, what=REAL)
+    return list(evaluation.run(train))
 
 
 def _check_nothing_to_train(run: Path, asked: Asked) -> None:

@@ -16,7 +16,14 @@ from understudy.methods.method import configure
 from understudy.privacy.plan import PublicFacts
 from understudy.reproduce import executor, tables
 from understudy.reproduce.executor import Place, reproduce
-from understudy.reproduce.experiment import Layout, Measure, PlannedRun, load_experiment, names
+from understudy.reproduce.experiment import (
+    REAL,
+    Layout,
+    Measure,
+    PlannedRun,
+    load_experiment,
+    names,
+)
 
 FACTS = PublicFacts(
     units=60_000, class_names=tuple("0123456789"), shape=(1, 28, 28), mean=(0.1,), std=(0.3,)
@@ -47,13 +54,15 @@ def test_every_experiment_can_be_run(name, scale):
     assert experiment.runs
     assert len({run.name for run in experiment.runs}) == len(experiment.runs)
     for run in experiment.runs:
+        assert set(experiment.table.rows) <= set(run.fields())
+        assert experiment.table.columns in {*run.fields(), "model"}
+        if run.method == REAL:
+            continue
         configured = configure(
             load_method(run.method), FACTS, run.epsilon, preset=run.preset,
             settings=dict(run.settings),
         )  # fmt: skip
         assert configured.config
-        assert set(experiment.table.rows) <= set(run.fields())
-        assert experiment.table.columns in {*run.fields(), "model"}
 
 
 @pytest.mark.parametrize("name", [n for n in names() if load_experiment(n).published])
@@ -63,7 +72,7 @@ def test_every_published_number_of_a_method_of_ours_belongs_to_a_run(name):
         run.fields() | {"model": m} for run in experiment.runs for m in experiment.measure.models
     ]
     for entry in experiment.published:
-        if entry.get("method", "psg") in METHODS:
+        if entry.get("method", "psg") in {*METHODS, REAL}:
             assert any(experiment.published_for(cell) == entry["accuracy"] for cell in cells), entry
 
 
@@ -134,6 +143,16 @@ def test_only_missing_numbers_are_computed(tmp_path, monkeypatch):
         assert f"(psg-headline-smoke-{name}.png)" in page
         sheet = (tmp_path / "results" / f"psg-headline-smoke-{name}.png").read_bytes()
         assert sheet == (tmp_path / "work" / name / "release" / "contact_sheet.png").read_bytes()
+
+
+def test_real_records_stand_beside_synthetic_ones(tmp_path):
+    (run, *_) = tiny_experiment().runs
+    real = replace(run, method=REAL, epsilon=float("inf"), settings=(("images_per_class", 3),))
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    (found,) = reproduce(tiny_experiment(runs=(real,)), place).cells
+    assert len(found["accuracies"]) == 2
+    assert found["certified_epsilon"] is None
+    assert "| none | 0 |" in (tmp_path / "results" / "psg-headline-smoke.md").read_text()
 
 
 def test_a_signal_while_measuring_stops_at_once(tmp_path, monkeypatch):
@@ -240,7 +259,9 @@ def test_stages_are_drawn_one_picture_for_each_epsilon(tmp_path):
     text = (tmp_path / "psg-figure-3-smoke.md").read_text()
     assert "| convnet | stage 2 | 90.0 ± 1.0 |" in text
     picture = ElementTree.fromstring((tmp_path / drawn.pop()).read_text())
-    assert len(picture.findall(".//{http://www.w3.org/2000/svg}polyline")) == 3  # psg, dp-merf, dp-sgd
+    assert (
+        len(picture.findall(".//{http://www.w3.org/2000/svg}polyline")) == 3
+    )  # psg, dp-merf, dp-sgd
 
 
 def test_an_experiment_in_stages_measures_after_each(tmp_path):

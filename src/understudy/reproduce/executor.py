@@ -26,13 +26,13 @@ from understudy.evaluation.downstream import RELEASED
 from understudy.files import make_directory, write_file, write_json
 from understudy.finished import load_result
 from understudy.job import StopRequest, stop_signals
-from understudy.measures import evaluate, measure_convergence, measure_quality
+from understudy.measures import evaluate, measure_convergence, measure_quality, measure_real
 from understudy.methods import OF_CLASSIFIERS
 from understudy.pipeline import load_data, synthesize, train_classifier
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
-from understudy.reproduce.experiment import FID, Experiment, PlannedRun
+from understudy.reproduce.experiment import FID, REAL, Experiment, PlannedRun
 from understudy.runs import SHEET_FILE, RunDirectory, held, partial, released_part
 
 FORMAT = 1
@@ -192,7 +192,7 @@ class _Executor:
             "run": run.name,
             **run.fields(),
             **_cost(places),
-            "certified_epsilon": max(one.epsilon for one in certificates),
+            "certified_epsilon": max((one.epsilon for one in certificates), default=None),
             "releases": sum(r["made"] for one in certificates for r in one.content["releases"]),
             "device": device_name(),
             "torch": torch.__version__,
@@ -204,10 +204,14 @@ class _Executor:
             if self.stop():
                 return
             if self.kept.lacks_model(run, model):
-                measured = self._after_each if run.stages else self._measured
                 with self.stop.at_once():
-                    cell = measured(places, data, model)
+                    cell = self._cell(run, places, data, model)
                 self.kept.add(about | cell)
+
+    def _cell(self, run: PlannedRun, places: list[Path], data: LabelledImages, model: str) -> Cell:
+        if run.method == REAL:
+            return self._on_real(run, data, model)
+        return (self._after_each if run.stages else self._measured)(places, data, model)
 
     def _data(self, run: PlannedRun) -> LabelledImages:
         """Read a known set, or another one from the folder of data sets."""
@@ -223,6 +227,8 @@ class _Executor:
 
     def _made(self, run: PlannedRun, data: LabelledImages) -> list[Path]:
         """Return the run's directory, or those of its stages, made now or before."""
+        if run.method == REAL:
+            return []
         out, how = self.place.work / run.name, {**self._where, "stop": self.stop}
         if run.stages:
             parts = split(data, run.stages.split())
@@ -251,6 +257,14 @@ class _Executor:
             points = measure_convergence(place, **asked)
             cell["curve"] = [{name: point[name] for name in wanted} for point in points]
         return cell | {"evaluation_seconds": round(time.perf_counter() - started, 1)}
+
+    def _on_real(self, run: PlannedRun, data: LabelledImages, model: str) -> Cell:
+        """Train `model` on real records."""
+        asked = {name: value for name, value in self._asked(data, model).items() if name != "test"}
+        per_class, started = dict(run.settings).get("images_per_class"), time.perf_counter()
+        (found,) = measure_real(data, subsample=per_class, **asked)
+        seconds = round(time.perf_counter() - started, 1)
+        return {"model": model, "accuracies": found.accuracies, "evaluation_seconds": seconds}
 
     def _after_each(self, places: list[Path], data: LabelledImages, model: str) -> Cell:
         """Train `model` on the sets of all stages so far, after each of them."""

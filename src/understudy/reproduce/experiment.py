@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,9 @@ from understudy.errors import InvalidSettings
 
 Scale = Literal["full", "smoke"]
 FID = "fid"
+REAL = "real"
+"""In place of a method: no set is made, but training starts from real records, all or
+`settings.images_per_class` of each class."""
 OF_RUN = (
     "method",
     "data",
@@ -78,6 +82,8 @@ class PlannedRun:
     def fields(self) -> dict[str, Any]:
         """Return what a table can refer to."""
         own = {name: getattr(self, name) for name in OF_RUN}
+        if math.isinf(self.epsilon):
+            own["epsilon"] = "inf"  # as JSON has no such number
         return own | dict(self.settings)
 
 

@@ -117,7 +117,7 @@ def provenance(cells: Sequence[Cell]) -> Grid:
         (
             cell["run"], cell["model"],
             " / ".join(f"{value:.1f}" for value in _values(cell)),
-            f"{cell['certified_epsilon']:.4f}", str(cell["releases"]),
+            _certified(cell), str(cell["releases"]),
             f"{sum(cell['seconds']):.0f}", str(cell["peak_gib"] or "-"),
             cell["device"], cell["torch"], cell["commit"], cell.get("remark", ""),
         )
@@ -212,6 +212,11 @@ def _notes(experiment: Experiment) -> list[str]:
     )
     notes = [*(notes or [experiment.about]), how]
     return [NOT_COMPARABLE, *notes] if experiment.scale == "smoke" else notes
+
+
+def _certified(cell: Cell) -> str:
+    epsilon = cell["certified_epsilon"]
+    return "none" if epsilon is None else f"{epsilon:.4f}"
 
 
 def markdown(
