@@ -209,9 +209,12 @@ class _Executor:
                 self.kept.add(about | cell)
 
     def _cell(self, run: PlannedRun, places: list[Path], data: LabelledImages, model: str) -> Cell:
+        """Return a number: a classifier that was released is tested as it is."""
+        is_trained = run.method in OF_CLASSIFIERS and not run.stages
+        asked = self._asked(data, RELEASED if is_trained else model)
         if run.method == REAL:
-            return self._on_real(run, data, model)
-        return (self._after_each if run.stages else self._measured)(places, data, model)
+            return self._on_real(run, asked, model)
+        return (self._after_each if run.stages else self._measured)(places, asked, model)
 
     def _data(self, run: PlannedRun) -> LabelledImages:
         """Read a known set, or another one from the folder of data sets."""
@@ -238,18 +241,14 @@ class _Executor:
             make(data, **run.request(), out=out, resume=partial(out).exists(), **how)
         return [out]
 
-    def _measured(self, places: list[Path], data: LabelledImages, model: str) -> Cell:
-        """Train `model` on the set, and on what was kept on the way if the experiment says so.
-
-        A released classifier is tested as it is.
-        """
+    def _measured(self, places: list[Path], asked: dict[str, Any], model: str) -> Cell:
+        """Train `model` on the set, and on what was kept on the way if the experiment says so."""
         (place,), started = places, time.perf_counter()
         if model == FID:
             quality = measure_quality(place, reference="training", **self._where)
             seconds = round(time.perf_counter() - started, 1)
             distances = [quality.frechet_distance]
             return {"model": FID, "distances": distances, "evaluation_seconds": seconds}
-        asked = self._asked(data, model)
         (found,) = evaluate(place, **asked)
         cell: Cell = {"model": model, "accuracies": found.accuracies}
         if self.experiment.measure.convergence:
@@ -258,18 +257,17 @@ class _Executor:
             cell["curve"] = [{name: point[name] for name in wanted} for point in points]
         return cell | {"evaluation_seconds": round(time.perf_counter() - started, 1)}
 
-    def _on_real(self, run: PlannedRun, data: LabelledImages, model: str) -> Cell:
+    def _on_real(self, run: PlannedRun, asked: dict[str, Any], model: str) -> Cell:
         """Train `model` on real records."""
-        asked = {name: value for name, value in self._asked(data, model).items() if name != "test"}
         per_class, started = dict(run.settings).get("images_per_class"), time.perf_counter()
-        (found,) = measure_real(data, subsample=per_class, **asked)
+        (found,) = measure_real(asked.pop("test"), subsample=per_class, **asked)
         seconds = round(time.perf_counter() - started, 1)
         return {"model": model, "accuracies": found.accuracies, "evaluation_seconds": seconds}
 
-    def _after_each(self, places: list[Path], data: LabelledImages, model: str) -> Cell:
+    def _after_each(self, places: list[Path], asked: dict[str, Any], model: str) -> Cell:
         """Train `model` on the sets of all stages so far, after each of them."""
         started = time.perf_counter()
-        curve = evaluate_stages(places, **self._asked(data, model))
+        curve = evaluate_stages(places, **asked)
         wanted = ("stage", "accuracies", "mean", "std")
         points = [point.to_json() for point in curve.points]
         return {
