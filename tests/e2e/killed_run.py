@@ -40,7 +40,8 @@ def run(folder: str, attempt: int) -> None:
     checkpoint, restore = Curator.checkpoint, Curator.restore
 
     def logged_checkpoint(self, step, state, so_far=None):
-        note("state", state["velocity"].flatten()[:16].numpy().tobytes(), step)
+        (velocity,) = state["memory"].values()
+        note("state", velocity.flatten()[:16].numpy().tobytes(), step)
         checkpoint(self, step, state, so_far)
 
     def logged_restore(self):

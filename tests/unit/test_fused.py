@@ -65,7 +65,7 @@ def steps():
     images, labels = torch.randn(20, 1, 16, 16), torch.arange(20) % 4
     private = torch.randint(0, 256, (50, 1, 16, 16), dtype=torch.uint8), torch.arange(50) % 4
     places, counts = torch.arange(32), torch.arange(32) < 30
-    release = _BoundedSum(GradientRows(RecordLoss(psg.network, FACTS)), 0.1)
+    release = _BoundedSum(GradientRows(RecordLoss(psg.network, FACTS.mean, FACTS.std)), 0.1)
     prepared = psg.network.prepare(images)
     return [
         (

@@ -20,7 +20,7 @@ from understudy.methods.dp_merf import (
     random_features,
     unbiased_distance,
 )
-from understudy.methods.fitting import class_means, shares_of
+from understudy.methods.fitting import class_means, shares_of, unbiased_gap
 from understudy.methods.method import configure
 from understudy.privacy.plan import Budget, PublicFacts
 from understudy.progress import Progress
@@ -114,6 +114,17 @@ def test_few_images_estimate_the_distance_of_many_without_bias():
     assert biased.mean() - whole > 10 * error
 
 
+def test_features_of_any_norm_have_no_bias():
+    pool, labels = images(600, seed=1).flatten(1), torch.arange(600) % 3
+    target, shares = class_means(pool, labels, 3), torch.full((3,), 1 / 3)
+    few = zip(pool.split(6), labels.split(6), strict=True)
+    gaps = torch.stack([unbiased_gap(*some, target, shares) for some in few])
+    error = gaps.std() / math.sqrt(len(gaps))
+    assert gaps.mean().abs() < 3 * error
+    biased = (class_means(pool[:6], labels[:6], 3) - target).square().sum()
+    assert biased > 10 * error
+
+
 def test_a_class_with_one_image_or_none_has_a_finite_distance():
     frequencies = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     known = {"frequencies": frequencies, "target": torch.zeros(3, 10), "shares": torch.ones(3) / 3}
@@ -154,8 +165,13 @@ def run(method, config, ledger, tmp_path, *, counts=(40, 40, 40), budget=None):
         (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, images_per_class=20, hidden=50)),
         (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, pairs=0, generator="conv",
                           images_per_class=20, hidden=50)),
+        (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, unbiased=True,
+                          images_per_class=20, hidden=50)),
     ],
-    ids=["dp-merf", "dp-merf of three kernels, unbiased", "dp-hp", "dp-hp without products"],
+    ids=[
+        "dp-merf", "dp-merf of three kernels, unbiased", "dp-hp", "dp-hp without products",
+        "dp-hp, unbiased",
+    ],
 )  # fmt: skip
 def test_without_noise_classes_are_learned(method, config, ledger, tmp_path):
     made = run(method, config, ledger, tmp_path)

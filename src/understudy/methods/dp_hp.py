@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means
+from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means, unbiased_gap
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.generators import ConvGenerator, DenseGenerator, GeneratorNetwork
 from understudy.nets.params import Params
@@ -56,6 +56,7 @@ class DPHPConfig:
     batch: int = setting(200, "Images generated per step.")
     lr: float = setting(0.01, "Learning rate of the generator.")
     decay: float = setting(0.81, "What the learning rate is multiplied by after each fifth.")
+    unbiased: bool = setting(False, "Leave the product of an image with itself out of the loss.")
 
     def __post_init__(self) -> None:
         check_at_least_one(
@@ -119,6 +120,7 @@ class Hermite:
     sum_order: int
     product_order: int
     sum_weight: float
+    unbiased: bool = False
 
     def single(self, images: Tensor) -> Tensor:
         """Return features of every pixel (n, pixels * (order + 1)), of norm at most `norms[0]`."""
@@ -141,13 +143,17 @@ class Hermite:
 
     def __call__(self, images: Tensor, labels: Tensor, known: Params) -> Tensor:
         """Return the squared distance of the images' embeddings from the private data's."""
-        target = known["single"]
-        found = class_means(self.single(images), labels, len(target))
-        distance = self.sum_weight * (found - target).square().sum()
+        distance = self.sum_weight * self._gap(self.single(images), labels, known, "single")
         if "products" in known:
-            found = class_means(self.products(images, known["pairs"]), labels, len(target))
-            distance = distance + (found - known["products"]).square().sum()
+            found = self.products(images, known["pairs"])
+            distance = distance + self._gap(found, labels, known, "products")
         return distance
+
+    def _gap(self, features: Tensor, labels: Tensor, known: Params, name: str) -> Tensor:
+        target = known[name]
+        if self.unbiased:
+            return unbiased_gap(features, labels, target, known["shares"])
+        return (class_means(features, labels, len(target)) - target).square().sum()
 
 
 class DPHP(MeanEmbedding):
@@ -166,8 +172,9 @@ class DPHP(MeanEmbedding):
         super().__init__(config, facts, seed=seed)
         self.pixels = math.prod(facts.shape)
         self.embedding = Hermite(
-            config.scale, config.sum_order, config.product_order, config.sum_weight
-        )
+            config.scale, config.sum_order, config.product_order, config.sum_weight,
+            config.unbiased,
+        )  # fmt: skip
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -199,6 +206,7 @@ class DPHP(MeanEmbedding):
         counts = sums.pop("counts", None)
         fit = self.fit(DistanceStep(self._network(), self.embedding), counts=counts)
         known = {name: total / facts.units for name, total in sums.items()} | {"pairs": pairs}
+        known["shares"] = fit.class_shares.to(pairs.device)
         params = fit.run(known, curator, progress)
         return fit.drawn(params, config.images_per_class)
 

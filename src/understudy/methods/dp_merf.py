@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means
+from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means, unbiased_gap
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.nets.generators import ConvGenerator
 from understudy.nets.params import Params
@@ -121,21 +121,9 @@ def embedding_distance(images: Tensor, labels: Tensor, known: Params) -> Tensor:
 
 
 def unbiased_distance(images: Tensor, labels: Tensor, known: Params) -> Tensor:
-    """Estimate the distance that endlessly many images would have, by these few.
-
-    The squared norm of a mean of n features counts the product of each with itself. With these left
-    out, images of a class are driven apart as strongly as they are drawn to the private data's.
-    """
+    """Estimate the distance that endlessly many images would have, by these few."""
     features = random_features(images, known["frequencies"])
-    target, shares, count = known["target"], known["shares"], len(labels)
-    ones = torch.ones_like(features[:, :1])
-    parts = class_means(ones, labels, len(target)).clamp(min=1 / count)  # of the batch
-    means = class_means(features, labels, len(target)) / parts
-    counts = count * parts[:, 0]
-    # An image's product with itself is 1. A class with a single image has no others.
-    products = (counts * means.square().sum(1) - 1) / (counts - 1).clamp(min=1)
-    nearness = (means * target).sum(1)
-    return (shares.square() * products - 2 * shares * nearness + target.square().sum(1)).sum()
+    return unbiased_gap(features, labels, known["target"], known["shares"])
 
 
 class DPMERF(MeanEmbedding):
@@ -185,7 +173,7 @@ class DPMERF(MeanEmbedding):
         known = {
             "frequencies": frequencies,
             "target": sums["features"] / facts.units,
-            "shares": torch.tensor(fit.shares or [1 / facts.classes] * facts.classes).to(device),
+            "shares": fit.class_shares.to(device),
         }
         params = fit.run(known, curator, progress)
         return fit.drawn(params, config.images_per_class)

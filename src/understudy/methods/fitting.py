@@ -127,6 +127,12 @@ class GeneratorFit:
     shares: tuple[float, ...] | None = None
     selection: Selection | None = None
 
+    @property
+    def class_shares(self) -> Tensor:
+        """Return the share of each class (classes,)."""
+        classes = self.facts.classes
+        return torch.tensor(self.shares or [1 / classes] * classes)
+
     def run(self, known: Known, curator: Curator, progress: Progress) -> Params:
         """Return trained parameters; goes on from a checkpoint if there is one."""
         schedule, engine, selection = self.schedule, curator.engine, self.selection
@@ -242,6 +248,30 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Return each class's sum of features (n, d), divided by the number of all: (classes, d)."""
     is_in = torch.arange(classes, device=labels.device)[:, None] == labels
     return is_in.to(features.dtype) @ features / len(features)
+
+
+def unbiased_gap(features: Tensor, labels: Tensor, target: Tensor, shares: Tensor) -> Tensor:
+    """Estimate how far class means of endlessly many images are from `target`, by these few.
+
+    The squared norm of a mean of n features counts the product of each with itself. With these left
+    out, images of a class are driven apart as strongly as they are drawn to the private data's.
+
+    Args:
+        features: of the images (n, d).
+        labels: their classes (n,).
+        target: each class's share of the mean over all (classes, d).
+        shares: of the classes (classes,).
+    """
+    count, classes = len(labels), len(target)
+    own = features.square().sum(1, keepdim=True)
+    sums = class_means(torch.cat([features, own, torch.ones_like(own)], 1), labels, classes)
+    parts = sums[:, -1:].clamp(min=1 / count)  # of the batch
+    means, own = sums[:, :-2] / parts, (sums[:, -2:-1] / parts)[:, 0]
+    counts = count * parts[:, 0]
+    # A class with a single image has no products of different ones.
+    products = (counts * means.square().sum(1) - own) / (counts - 1).clamp(min=1)
+    nearness = (means * target).sum(1)
+    return (shares.square() * products - 2 * shares * nearness + target.square().sum(1)).sum()
 
 
 def shares_of(counts: Tensor) -> tuple[float, ...]:
