@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,3 +31,15 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     book = Ledger(tmp_path / "ledger.sqlite")
     yield book
     book.close()
+
+
+@pytest.fixture(scope="session")
+def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return a run that trained a classifier, with snapshots, and one without a guarantee."""
+    from trained import train
+
+    folder = tmp_path_factory.mktemp("trained")
+    return {
+        "run": train(folder, snapshots=2),
+        "noiseless": train(folder, "noiseless", epsilon=float("inf")),
+    }

@@ -14,7 +14,7 @@ from test_sample import Recorded, call
 
 import understudy
 from door import some_images
-from trained import TINY, train
+from trained import TINY
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.job import assist, tell_others
 from understudy.nets.released import Classifier
@@ -24,24 +24,14 @@ from understudy.reproduce.experiment import PlannedRun, load_experiment
 from understudy.runs import CLASSIFIER_FILE
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Return a run with snapshots, and one without a guarantee."""
-    folder = tmp_path_factory.mktemp("runs")
-    return {
-        "run": train(folder, snapshots=2),
-        "noiseless": train(folder, "noiseless", epsilon=float("inf")),
-    }
-
-
 @pytest.fixture
-def run(finished, tmp_path):
+def run(trained_runs, tmp_path):
     """A copy that may be changed."""
-    return shutil.copytree(finished["run"].directory, tmp_path / "copy")
+    return shutil.copytree(trained_runs["run"].directory, tmp_path / "copy")
 
 
-def evaluate(directory, finished, **asked):
-    ledger = finished["run"].directory.parent / "ledger"
+def evaluate(directory, trained_runs, **asked):
+    ledger = trained_runs["run"].directory.parent / "ledger"
     test = some_images(12, seed=1)
     return understudy.evaluate(directory, test=test, ledger=ledger, device="cpu", **asked)
 
@@ -49,8 +39,8 @@ def evaluate(directory, finished, **asked):
 # What is released
 
 
-def test_the_network_is_released_described_and_certified(finished):
-    result = finished["run"]
+def test_the_network_is_released_described_and_certified(trained_runs):
+    result = trained_runs["run"]
     release = result.directory / "release"
     content = json.loads((release / "certificate.json").read_text())
     assert set(content["files"]) == {CLASSIFIER_FILE, "README.md"}
@@ -60,12 +50,12 @@ def test_the_network_is_released_described_and_certified(finished):
     assert "A classifier trained on pets" in card
     assert "synthetic" not in card
     assert "without noise" in (
-        finished["noiseless"].directory / "release" / "README.md"
+        trained_runs["noiseless"].directory / "release" / "README.md"
     ).read_text()  # fmt: skip
 
 
-def test_it_can_be_used_from_wherever_it_lies(finished):
-    result = finished["run"]
+def test_it_can_be_used_from_wherever_it_lies(trained_runs):
+    result = trained_runs["run"]
     images = torch.from_numpy(some_images(9, seed=3).images)
     expected = result.classifier.predict(images)
     release = result.directory / "release"
@@ -79,8 +69,8 @@ def test_it_can_be_used_from_wherever_it_lies(finished):
         result.classifier.predict(torch.zeros(2, 1, 9, 9))
 
 
-def test_it_says_what_the_network_says(finished):
-    classifier = finished["run"].classifier
+def test_it_says_what_the_network_says(trained_runs):
+    classifier = trained_runs["run"].classifier
     images = torch.rand(5, 1, 8, 8)
     seen = (images - classifier.mean[0]) / classifier.std[0]
     logits = classifier.network(classifier.params, seen)
@@ -127,9 +117,9 @@ def changed(classifier, **about):
         ({"std": [None]}, "not the file"),
     ],
 )
-def test_garbled_descriptions_are_one_line(finished, tmp_path, about, says):
+def test_garbled_descriptions_are_one_line(trained_runs, tmp_path, about, says):
     file = tmp_path / "file"
-    file.write_bytes(changed(finished["run"].classifier, **about))
+    file.write_bytes(changed(trained_runs["run"].classifier, **about))
     with pytest.raises(InvalidData, match=says) as found:
         understudy.load_classifier(file)
     assert "\n" not in str(found.value)
@@ -145,8 +135,8 @@ def test_garbled_files_are_one_line(tmp_path, content):
         understudy.load_classifier(tmp_path / "nothing")
 
 
-def test_other_processes_are_told_of_it(finished):
-    messages, result = [], finished["run"]
+def test_other_processes_are_told_of_it(trained_runs):
+    messages, result = [], trained_runs["run"]
     tell_others(Recorded(True, messages), result)
     heard = assist(None, None, engine=None, group=Recorded(False, messages))
     assert messages == []
@@ -209,8 +199,8 @@ def test_the_command(tmp_path, capsys):
 # Evaluation, report, reproduction
 
 
-def test_it_is_tested_as_it_is(finished, run):
-    (found,) = evaluate(run, finished)
+def test_it_is_tested_as_it_is(trained_runs, run):
+    (found,) = evaluate(run, trained_runs)
     data = some_images(12, seed=1)
     right = run_predictions(run, data) == data.labels
     assert found.accuracies == [pytest.approx(right.mean())]
@@ -221,7 +211,7 @@ def test_it_is_tested_as_it_is(finished, run):
     (entry,) = json.loads((run / "private" / "metrics.json").read_text())["utility"]
     assert entry["model"] == "released classifier"
     assert entry["mean"] == found.mean
-    evaluate(run, finished)
+    evaluate(run, trained_runs)
     assert len(json.loads((run / "private" / "metrics.json").read_text())["utility"]) == 1
     (line,) = list_runs(run.parent)
     assert "released classifier" in line.accuracy
@@ -231,19 +221,19 @@ def run_predictions(run, data):
     return understudy.load_classifier(run).predict(torch.from_numpy(data.images)).numpy()
 
 
-def test_what_was_measured_before_is_not_measured_again(finished, run, monkeypatch):
-    (before,) = evaluate(run, finished)
+def test_what_was_measured_before_is_not_measured_again(trained_runs, run, monkeypatch):
+    (before,) = evaluate(run, trained_runs)
     monkeypatch.setattr(Classifier, "predict", lambda *_: pytest.fail("computed again"))
-    (again,) = evaluate(run, finished, missing=True)
+    (again,) = evaluate(run, trained_runs, missing=True)
     assert again == before
 
 
-def test_nothing_is_trained_so_its_options_are_refused(finished, run):
+def test_nothing_is_trained_so_its_options_are_refused(trained_runs, run):
     with pytest.raises(InvalidSettings, match="leave out --models, --ceiling"):
-        evaluate(run, finished, models=["mlp"], ceiling=True)
+        evaluate(run, trained_runs, models=["mlp"], ceiling=True)
 
 
-def test_test_sets_of_another_kind_are_refused(finished, run):
+def test_test_sets_of_another_kind_are_refused(trained_runs, run):
     with pytest.raises(InvalidData, match="images have shape"):
         understudy.evaluate(run, test=some_images(12, shape=(1, 9, 9)), device="cpu")
     assert not (run / "private" / "metrics.json").exists()
@@ -260,18 +250,18 @@ def test_whoever_received_it_can_test_it(run, tmp_path):
     ]  # fmt: skip
 
 
-def test_snapshots_show_the_way(finished, run):
-    ledger = finished["run"].directory.parent / "ledger"
+def test_snapshots_show_the_way(trained_runs, run):
+    ledger = trained_runs["run"].directory.parent / "ledger"
     points = understudy.measure_convergence(
         run, test=some_images(12, seed=1), ledger=ledger, device="cpu"
     )
     assert [point["releases"] for point in points] == [2, 4]
     assert 0 < points[0]["epsilon"] < points[1]["epsilon"] <= 8
-    assert points[1]["accuracies"] == evaluate(run, finished)[0].accuracies
+    assert points[1]["accuracies"] == evaluate(run, trained_runs)[0].accuracies
 
 
-def test_the_page_shows_a_classifier_and_no_gallery(finished, run, tmp_path):
-    evaluate(run, finished)
+def test_the_page_shows_a_classifier_and_no_gallery(trained_runs, run, tmp_path):
+    evaluate(run, trained_runs)
     page = understudy.write_report([run], out=tmp_path / "page.html").read_text()
     assert "<h1>A classifier trained on pets</h1>" in page
     assert "load_classifier" in page
@@ -284,13 +274,13 @@ def test_the_page_shows_a_classifier_and_no_gallery(finished, run, tmp_path):
     assert shared.read_bytes() == alone.read_bytes()
 
 
-def test_a_page_may_hold_sets_and_classifiers(finished, tmp_path):
+def test_a_page_may_hold_sets_and_classifiers(trained_runs, tmp_path):
     quick = {"rounds": 1, "outer": 1, "batches": 1, "images_per_class": 1}
     made = understudy.synthesize(
         some_images(60, name="pets"), out=tmp_path / "set", ledger=tmp_path / "ledger", epsilon=8,
         delta=1e-3, accountant="renyi", settings=quick, device="cpu",
     )  # fmt: skip
-    runs = [made.directory, finished["run"].directory]
+    runs = [made.directory, trained_runs["run"].directory]
     page = understudy.write_report(runs, out=tmp_path / "page.html").read_text()
     assert "2 synthetic sets and classifiers, side by side" in page
     assert "B was trained on pets" in page

@@ -25,20 +25,10 @@ from understudy.training.sgd import RecordLoss
 NO_NOISE = Budget(epsilon=float("inf"), delta=1e-5)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Return a run with snapshots, and one without a guarantee."""
-    folder = tmp_path_factory.mktemp("runs")
-    return {
-        "run": train(folder, snapshots=2),
-        "noiseless": train(folder, "noiseless", epsilon=float("inf")),
-    }
-
-
 @pytest.fixture
-def run(finished, tmp_path):
+def run(trained_runs, tmp_path):
     """A copy that may be changed."""
-    return shutil.copytree(finished["run"].directory, tmp_path / "copy")
+    return shutil.copytree(trained_runs["run"].directory, tmp_path / "copy")
 
 
 def opened(vault, method, ledger, folder, **options):
@@ -124,8 +114,8 @@ def test_settings_that_cannot_work_are_refused_and_leave_nothing(tmp_path, wrong
 # Going on from a released classifier
 
 
-def test_it_goes_on_from_what_was_released(finished, tmp_path):
-    first = finished["run"]
+def test_it_goes_on_from_what_was_released(trained_runs, tmp_path):
+    first = trained_runs["run"]
     result = train(tmp_path, settings={"start": str(first.directory), "lr": 1e-9})
     moved = [
         float((result.classifier.params[name] - weight).abs().max())
@@ -141,17 +131,17 @@ def test_it_goes_on_from_what_was_released(finished, tmp_path):
     assert f"classifier of run {content['run']}" in page
 
 
-def test_it_keeps_the_constants_it_was_trained_with(finished, tmp_path):
+def test_it_keeps_the_constants_it_was_trained_with(trained_runs, tmp_path):
     constants = Normalisation(mean=(0.1,), std=(0.2,))
     like = some_images(60, name="others", seed=4, normalisation=constants)
     fresh = train(tmp_path, "fresh", data=like)
     assert fresh.classifier.mean == (0.1,)
-    start = {"start": str(finished["run"].directory / "release" / CLASSIFIER_FILE)}
+    start = {"start": str(trained_runs["run"].directory / "release" / CLASSIFIER_FILE)}
     assert train(tmp_path, data=like, settings=start).classifier.mean == (0.5,)
 
 
-def test_what_has_no_guarantee_gives_none(finished, tmp_path):
-    start = {"start": str(finished["noiseless"].directory)}
+def test_what_has_no_guarantee_gives_none(trained_runs, tmp_path):
+    start = {"start": str(trained_runs["noiseless"].directory)}
     with pytest.raises(InvalidSettings, match="has no guarantee"):
         train(tmp_path, settings=start)
     assert not list(tmp_path.glob("run*"))
@@ -167,8 +157,8 @@ def test_what_has_no_guarantee_gives_none(finished, tmp_path):
         ({"data": some_images(60, shape=(1, 12, 12))}, "expected the same"),
     ],
 )
-def test_another_network_or_data_set_cannot_go_on(finished, tmp_path, change, says):
-    settings = {"start": str(finished["run"].directory)} | change.pop("settings", {})
+def test_another_network_or_data_set_cannot_go_on(trained_runs, tmp_path, change, says):
+    settings = {"start": str(trained_runs["run"].directory)} | change.pop("settings", {})
     with pytest.raises(InvalidSettings, match=says):
         train(tmp_path, settings=settings, **change)
     assert not list(tmp_path.glob("run*"))
