@@ -16,6 +16,7 @@ import pytest
 
 import killed_run
 import understudy
+from understudy.errors import UnderstudyError
 from understudy.privacy.ledger import Ledger
 
 KILLS = 20
@@ -91,6 +92,9 @@ def run_through_kills(context, folder: Path, *, most: int) -> int:
         process = context.Process(target=killed_run.run, args=(str(folder), kills))
         process.start()
         moment = generator.uniform(0.05, 1.5) if kills else generator.uniform(3, 6)
+        if kills % 4 == 1:  # a kill inside a block, however slow the machine is
+            wait_for_a_state(folder, kills, process)
+            moment = generator.uniform(0, 0.1)
         process.join(moment if kills < most else 200)
         if process.exitcode is not None:
             assert process.exitcode == 0
@@ -101,6 +105,16 @@ def run_through_kills(context, folder: Path, *, most: int) -> int:
             assert_nothing_uncommitted(folder, kills)
         assert not (folder / "run").exists() or (folder / "run" / "release").is_dir()
         kills += 1
+
+
+def wait_for_a_state(folder: Path, attempt: int, process) -> None:
+    """Wait until an attempt has taken a step, or is over."""
+    while process.exitcode is None:
+        lines = (folder / "log.jsonl").read_bytes().split(b"\n")[:-1]
+        found = (json.loads(line) for line in reversed(lines))
+        if any(e["what"] == "state" and e["attempt"] == attempt for e in found):
+            return
+        time.sleep(0.02)
 
 
 def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> int:
@@ -128,57 +142,57 @@ def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> int:
     return len(abandoned)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_at_a_committed_block(tmp_path, number):
-    arguments = [
+SETTINGS = {"rounds": 60, "outer": 2, "batches": 2, "width": 4, "inner": 2, "batch": 40}
+
+
+def command(folder: Path, **settings: int) -> list[str]:
+    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return [
         sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
-        "--out", str(tmp_path / "run"), "--ledger", str(tmp_path / "ledger.sqlite"), "--json",
-        "--rounds", "60", "--outer", "2", "--batches", "2", "--width", "4", "--inner", "2",
-        "--batch", "40",
+        "--out", str(folder / "run"), "--ledger", str(folder / "ledger.sqlite"), "--json", *given,
     ]  # fmt: skip
+
+
+def started(arguments: list[str]) -> subprocess.Popen[str]:
+    """Start a process; return when it reports progress."""
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if json.loads(line)["event"] == "progress":
-            break
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert "--resume" in errors
-    done, pending = committed(tmp_path)
-    assert 0 < done < 240
-    assert pending is None
-    assert not (tmp_path / "run").exists()
-    finished = subprocess.run(
-        [*arguments, "--resume"], capture_output=True, text=True, timeout=300, check=True
-    )
-    events = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert any(f"resuming after {done}" in e.get("text", "") for e in events)
-    assert committed(tmp_path)[0] == 240
-    again = subprocess.run([*arguments, "--resume"], capture_output=True, text=True, check=True)
-    assert "finished already" in again.stdout
+            return process
+    raise AssertionError(process.communicate()[1])
 
 
-def test_resuming_with_other_settings_is_refused(tmp_path):
-    common = [
-        sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
-        "--out", str(tmp_path / "run"), "--ledger", str(tmp_path / "ledger.sqlite"), "--json",
-        "--outer", "2", "--batches", "2", "--width", "8", "--inner", "1", "--batch", "40",
-    ]  # fmt: skip
-    process = subprocess.Popen([*common, "--rounds", "500"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if json.loads(line)["event"] == "progress":
-            break
-    busy = subprocess.run(
-        [*common, "--rounds", "500", "--resume"], capture_output=True, text=True, check=False
-    )
-    assert busy.returncode == 2
-    assert "another process" in busy.stderr
-    process.kill()
-    process.communicate()
-    other = subprocess.run(
-        [*common, "--rounds", "501", "--resume"], capture_output=True, text=True, check=False
-    )
+def ran(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_signals_stop_at_a_committed_block_and_the_same_command_goes_on(tmp_path):
+    arguments, before = command(tmp_path, **SETTINGS), 0
+    for number, more in ((signal.SIGTERM, []), (signal.SIGINT, ["--resume"])):
+        process = started([*arguments, *more])
+        if more:
+            with pytest.raises(UnderstudyError, match="another process"):
+                understudy.synthesize(
+                    "digits", accountant="renyi", settings=SETTINGS, out=tmp_path / "run",
+                    ledger=tmp_path / "ledger.sqlite", resume=True,
+                )  # fmt: skip
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert "--resume" in errors
+        done, pending = committed(tmp_path)
+        assert before < done < 240
+        assert pending is None
+        assert not (tmp_path / "run").exists()
+        before = done
+
+    other = ran([*command(tmp_path, **SETTINGS | {"rounds": 61}), "--resume"])
     assert other.returncode == 2
     assert "other settings" in other.stderr
+
+    finished = ran([*arguments, "--resume"])
+    events = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert any(f"resuming after {before}" in e.get("text", "") for e in events)
+    assert committed(tmp_path)[0] == 240
+    assert "finished already" in ran([*arguments, "--resume"]).stdout
