@@ -34,7 +34,7 @@ from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.vault import Vault, follow
 from understudy.progress import Progress
 from understudy.provenance import PublicInput, device_name, forget_peak_memory, peak_memory
-from understudy.runs import CLASSIFIER_FILE, GENERATOR_FILE, SET_FILE, RunDirectory
+from understudy.runs import CLASSIFIER_FILE, GENERATOR_FILE, SET_FILE, SHEET_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
 
@@ -65,7 +65,7 @@ def released_files(made: Artefact) -> dict[str, ReleasedFile]:
     if made.generator:
         files[GENERATOR_FILE] = ReleasedFile(made.generator.to_bytes(), GENERATOR_IS)
     sheet = ReleasedFile(made.contact_sheet(), "some of the images, one row per class")
-    return files | {"contact_sheet.png": sheet}
+    return files | {SHEET_FILE: sheet}
 
 
 @dataclass(frozen=True)

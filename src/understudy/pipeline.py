@@ -135,7 +135,7 @@ def synthesize(
     [('mlp', 359, 2), ('gaussian-nb', 359, 1)]
     """
     check_makes_images(Request(**request).method)
-    return _run(
+    return make_run(
         data, out=out, ledger=ledger, resume=resume, terms=terms, device=device, compile=compile,
         progress=progress, stop=stop, **request,
     )  # fmt: skip
@@ -164,10 +164,10 @@ def train_classifier(data: Data, *, method: str = "dp-sgd", **how: Any) -> Resul
     ('0', '1', '2')
     """
     check_makes_classifier(method)
-    return _run(data, method=method, **how)
+    return make_run(data, method=method, **how)
 
 
-def _run(
+def make_run(
     data: Data,
     *,
     out: str | Path | None = None,
@@ -180,7 +180,7 @@ def _run(
     stop: StopRequest | None = None,
     **request: Any,
 ) -> Result:
-    """Make what is asked for, and its certificate."""
+    """Make what the method makes, a set or a classifier, and its certificate; see `synthesize`."""
     asked = Request(**request)
     asked.budget()  # refuses a bad epsilon or delta before anything else happens
     load_method(asked.method)

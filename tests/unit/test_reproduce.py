@@ -107,13 +107,13 @@ def test_only_missing_numbers_are_computed(tmp_path, monkeypatch):
     experiment = tiny_experiment()
     place = Place(work=tmp_path / "work", results=tmp_path / "results")
     made = []
-    original = executor.synthesize
+    original = executor.make_run
 
     def counted(*args, **kwargs):
         made.append(kwargs["out"].name)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(executor, "synthesize", counted)
+    monkeypatch.setattr(executor, "make_run", counted)
     first, second = (run.name for run in experiment.runs)
     assert reproduce(experiment, place, only=["nobody*", "other"]).missing == 2
     outcome = reproduce(experiment, place, only=["*seed1"])

@@ -18,7 +18,7 @@ from understudy.files import canonical_json
 from understudy.finished import finished_release, opened
 from understudy.job import Request, StopRequest, stop_signals
 from understudy.methods import OF_CLASSIFIERS
-from understudy.pipeline import Data, load_data, synthesize, train_classifier
+from understudy.pipeline import Data, load_data, make_run
 from understudy.privacy import registration as registrations
 from understudy.privacy.group import is_in_group
 from understudy.privacy.ledger import Ledger
@@ -107,8 +107,7 @@ def learn_stages(
                 if should_stop():
                     raise Interrupted(rest)
                 try:
-                    make = train_classifier if asked.method in OF_CLASSIFIERS else synthesize
-                    make(
+                    make_run(
                         records,
                         out=place,
                         ledger=book,

@@ -28,7 +28,7 @@ from understudy.finished import load_result
 from understudy.job import StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence, measure_quality, measure_real
 from understudy.methods import OF_CLASSIFIERS
-from understudy.pipeline import load_data, synthesize, train_classifier
+from understudy.pipeline import load_data, make_run
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
@@ -237,8 +237,7 @@ class _Executor:
             parts = split(data, run.stages.split())
             return learn_stages(parts, out=out, **run.request(), **how)
         if not RunDirectory(out).is_finished:
-            make = train_classifier if run.method in OF_CLASSIFIERS else synthesize
-            make(data, **run.request(), out=out, resume=partial(out).exists(), **how)
+            make_run(data, **run.request(), out=out, resume=partial(out).exists(), **how)
         return [out]
 
     def _measured(self, places: list[Path], asked: dict[str, Any], model: str) -> Cell:
