@@ -7,16 +7,41 @@ SHELL := /bin/bash
 
 # Say what is printed, not what is run.
 .SILENT:
-.PHONY: demo test test-federated check setup browser clean
+.PHONY: demo test thorough test-federated planted check lint types setup browser faults audit fuzz lock licences clean
 
 setup: .venv/ready
 
-.venv/ready: pyproject.toml
+# Versions are those that the tests last passed with. Where they are not to be had, others are taken, aloud.
+LOCK ?= requirements-test.lock
+
+.venv/ready: pyproject.toml $(LOCK)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "understudy needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	echo "setting up .venv (once, a minute or two)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	pip="$(BIN)/python -m pip install --quiet --disable-pip-version-check"
+	$$pip -c $(LOCK) -e ".[dev]" || {
+		echo "WARNING: the versions in $(LOCK) cannot all be had here: taking the newest that fit" >&2
+		$$pip -e ".[dev]"
+	}
 	touch $@
+
+# Write down the versions that are installed: without the addresses they came from, and without the
+# name of a build (+cpu) that not every index has.
+lock: setup
+	{ echo "# Versions that the tests last passed with; written by: make lock"
+	  $(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable \
+	  | sed -E 's/ @ .*//; s/\+[A-Za-z0-9.]+$$//' | { grep == || true; }
+	} > $(LOCK)
+	touch .venv/ready
+
+licences: setup
+	$(BIN)/python tests/licences.py
+
+# Look for files that break a reader, guided by coverage where atheris installs: docs/fuzzing.md.
+MINUTES ?= 15
+fuzz: setup
+	$(BIN)/python -c 'import atheris' 2> /dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "atheris does not install here: going on without coverage" >&2
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(READERS)
 
 demo: setup
 	run=runs/digits-psg-eps10; n=1
@@ -39,22 +64,47 @@ browser:
 	fi
 	find > /dev/null || printf '%s\n' "WARNING: there is no Chromium and it could not be installed:" "         the report page will NOT be tested in a browser. Install the package chromium to do so." >&2
 
-test: check browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Types are checked while tests run: both take their time.
+test: lint browser
+	$(MAKE) --no-print-directory types & types=$$!
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder || { wait $$types; exit 1; }
+	wait $$types
+
+# Every moment of a full disk and of a loss of power; then two hundred kills, which takes a quarter of an hour.
+faults: setup
+	UNDERSTUDY_FAULTS=1 $(BIN)/python -m pytest tests/e2e/test_faults.py tests/unit/test_safekeeping.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kills.py
+
+# What takes long: several processes, kills at random moments, each method from several sides.
+thorough: setup
+	$(BIN)/python -m pytest -m thorough -n 2 --dist loadfile
 
 # Flower pins versions of what the rest needs too, so it has an environment of its own.
 test-federated: .venv-federated/ready
 	.venv-federated/bin/python -m pytest tests/federated
+	.venv-federated/bin/python -m pytest tests/fuzz/test_readers_hold.py -k wire
 
 .venv-federated/ready: pyproject.toml
 	echo "setting up .venv-federated (once, a minute or two)"
 	test -x .venv-federated/bin/python || $(PYTHON) -m venv .venv-federated
-	.venv-federated/bin/python -m pip install --quiet --disable-pip-version-check -e ".[federated]" pytest
+	.venv-federated/bin/python -m pip install --quiet --disable-pip-version-check -e ".[federated]" pytest hypothesis
 	touch $@
 
-check: setup
+# Known privacy errors, planted one by one: each must be caught, and the tests pass without them.
+planted: setup
+	$(BIN)/python benchmarks/planted.py
+
+# Attacks every release and every method; some minutes. Writes docs/results/audit.{md,json}.
+audit: setup
+	$(BIN)/python benchmarks/audit.py
+
+check: lint types
+
+lint: setup
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
+
+types: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 

@@ -146,7 +146,12 @@ Work = tuple[Callable[[], Any], int]
 """A function, and how many steps one call of it is."""
 
 
-def measured(device: torch.device, *work: Work, rounds: int = 5) -> list[float]:
+def measured(
+    device: torch.device,
+    *work: Work,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Return milliseconds per step of each: the best of some rounds, all taking turns.
 
     Machines are shared and change their speed; what takes turns meets the same conditions.
@@ -155,12 +160,12 @@ def measured(device: torch.device, *work: Work, rounds: int = 5) -> list[float]:
     def seconds(function: Callable[[], Any], times: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
-        started = time.perf_counter()
+        started = clock()
         for _ in range(times):
             function()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return clock() - started
 
     best = [float("inf")] * len(work)
     times = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from understudy.data.images import LabelledImages, labelled_images
 from understudy.files import canonical_json
 from understudy.privacy.curator import Curator
+from understudy.privacy.group import Group
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Block, Budget, Plan, PlannedRelease
 from understudy.privacy.randomness import InjectedRandomness
@@ -101,6 +103,34 @@ def a_vault(ledger: Ledger, data: LabelledImages | None = None, **terms: Any) ->
     return Vault(data, register(ledger, data, RegistrationTerms(**terms)), ledger)
 
 
+@dataclass(frozen=True)
+class OneOfTwo(Group):
+    """A process of two whose network is a list: what it sends is kept, and comes back to it."""
+
+    size: int = 2
+    sent: list[Any] = field(default_factory=list)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        self.sent.append(tensor.clone())
+        return tensor
+
+    def from_leader(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def bytes_from_leader(self, content: bytes) -> bytes:
+        self.sent.append(content)
+        return content
+
+    def all_say(self, yes: bool) -> bool:
+        return yes
+
+    def agree_on(self, bound: float) -> None:
+        pass
+
+    def agrees(self, wish: bool) -> bool:
+        return wish
+
+
 counter = itertools.count()
 
 
@@ -131,6 +161,14 @@ def open_curator(
     options.setdefault("allow_large_delta", True)
     return vault.open(
         Plan((line,)), budget, ledger, workspace=folder / run_id, run_id=run_id, **options
+    )
+
+
+def halved_noise() -> InjectedRandomness:
+    """Return draws as they should be, but for noise of half the size."""
+    return InjectedRandomness(
+        uniform=lambda count: torch.rand(count, dtype=torch.float64),
+        normal=lambda count: 0.5 * torch.randn(count, dtype=torch.float64),
     )
 
 

@@ -47,7 +47,11 @@ def measure(path: Path, *, mean: float = 0.7, mark: str = "") -> None:
     classes = len(understudy.load(path).class_names)
 
     def record(section: str, **entry: Any) -> None:
-        run.record(section, entry, key=("model", "trained_on", "features", "reference", "releases"))
+        run.record(
+            section,
+            entry,
+            key=("model", "trained_on", "features", "reference", "releases", "attack"),
+        )
 
     for model, trained_on, value in (
         ("convnet", "synthetic", mean),
@@ -82,5 +86,11 @@ def measure(path: Path, *, mean: float = 0.7, mark: str = "") -> None:
             "convergence", releases=releases, epsilon=2.0 * releases, protocol="psg",
             model=f"convnet{mark}", tested_on=f"test set{mark}", accuracies=[mean, mean],
             mean=mean * releases / 3, std=0.02,
+        )  # fmt: skip
+    for attack, bound in (("nearest released image", 0.4), ("loss of a classifier", 0.0)):
+        record(
+            "audit", subject=f"run{mark}", attack=f"{attack}{mark}", claimed=9.9, delta=1e-5,
+            bound=bound, how=f"60 of 100 guesses right{mark}", repetitions=500, further={},
+            tests={}, seconds=0.0, verdict=f"no violation found{mark}",
         )  # fmt: skip
     record("of_tomorrow", what=f"something new{mark}")

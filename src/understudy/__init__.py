@@ -1,8 +1,9 @@
 """Understudy: synthetic stand-ins for private labelled image sets, with a certified DP guarantee.
 
 >>> import understudy
->>> sorted(understudy.METHODS)
-['datalens', 'dp-hp', 'dp-mepf', 'dp-merf', 'dp-sgd', 'g-pate', 'gs-wgan', 'pate-gan', 'psg']
+>>> print(*understudy.METHODS)  # doctest: +NORMALIZE_WHITESPACE
+psg rehearsal dp-merf dp-hp dp-mepf datalens g-pate pate-gan gs-wgan dpdm dp-gan dp-cgan dp-sinkhorn
+dp-sgd
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from understudy.audit.released import audit_run
     from understudy.data.images import labelled_images
     from understudy.finished import export, load, load_classifier, load_result, sample, verify
     from understudy.measures import (
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
         fetch,
         load_data,
         pretrain,
+        pretrain_gan,
         register,
         synthesize,
         synthesize_all,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 # Loaded when first used, so that `understudy --help` does not wait for torch.
 _HOMES = {
     "METHODS": "understudy.methods",
+    "audit_run": "understudy.audit.released",
     "evaluate": "understudy.measures",
     "export": "understudy.finished",
     "fetch": "understudy.pipeline",
@@ -48,6 +52,7 @@ _HOMES = {
     "measure_memorisation": "understudy.measures",
     "measure_quality": "understudy.measures",
     "pretrain": "understudy.pipeline",
+    "pretrain_gan": "understudy.pipeline",
     "register": "understudy.pipeline",
     "sample": "understudy.finished",
     "synthesize": "understudy.pipeline",
@@ -59,6 +64,7 @@ _HOMES = {
 
 __all__ = [
     "METHODS",
+    "audit_run",
     "evaluate",
     "export",
     "fetch",
@@ -71,6 +77,7 @@ __all__ = [
     "measure_memorisation",
     "measure_quality",
     "pretrain",
+    "pretrain_gan",
     "register",
     "sample",
     "synthesize",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,7 @@ def data_card(
     kind = "labelled" if synthetic.is_labelled else "unlabelled"
     size = next((name for most, name in SIZES if count < most), "n>1M")
     title = f"A synthetic stand-in for {about.name}"
+    unit = _quoted(about.facts.unit)
     fields = (
         f"pretty_name: {json.dumps(title, ensure_ascii=False)}",
         "task_categories:",
@@ -98,10 +100,10 @@ def data_card(
         f"- {size}",
     )
     return f"""{_header(about, fields, ["synthetic"], header)}
-# {title}
+# {_quoted(title)}
 
 {count} synthetic {kind} images ({_sorts(about.facts)}), made by Understudy with the method \
-`{about.method}`.
+`{_quoted(about.method)}`.
 
 ## Guarantee
 
@@ -115,8 +117,7 @@ anything and need not look like the real ones.
 ## What it is not for
 
 Conclusions about single persons, rare cases, or the exact frequencies of the real data. The set may
-share biases of the real data. A guarantee for each {about.facts.unit} does not hide what is true of
-many.
+share biases of the real data. A guarantee for each {unit} does not hide what is true of many.
 
 ## Files
 
@@ -129,11 +130,12 @@ def model_card(about: About, classifier: Classifier, files: Mapping[str, str]) -
     fields = ("pipeline_tag: image-classification", "library_name: understudy")
     size = f"{parameter_count(classifier.params):,} parameters"
     shape = f"(n, {', '.join(map(str, classifier.shape))})"
+    unit = _quoted(about.facts.unit)
     return f"""{_header(about, fields, ["image-classification"])}
-# A classifier trained on {about.name}
+# A classifier trained on {_quoted(about.name)}
 
 A network (`{classifier.name}`, {size}) that names images ({_sorts(about.facts)}), \
-trained by Understudy with the method `{about.method}`.
+trained by Understudy with the method `{_quoted(about.method)}`.
 
 ```python
 import understudy
@@ -156,7 +158,7 @@ cost in privacy for who was in its training data.
 
 Images of another kind, or decisions about persons without a test of how it errs for them: it may
 share biases of the real data, and noise makes it worse for rare classes. A guarantee for each
-{about.facts.unit} does not hide what is true of many.
+{unit} does not hide what is true of many.
 
 ## Files
 
@@ -164,9 +166,18 @@ share biases of the real data, and noise makes it worse for rare classes. A guar
 """
 
 
+def _quoted(name: str) -> str:
+    r"""Return a name as Markdown that shows it: names may hold signs that make links or pages.
+
+    >>> _quoted("T-shirt/top"), _quoted("<b>[x](y)")
+    ('T-shirt/top', '\\<b\\>\\[x\\](y)')
+    """
+    return re.sub(r"([\\`\[\]<>])", r"\\\1", name)
+
+
 def _sorts(facts: PublicFacts) -> str:
     """Describe images and their classes."""
-    names = ", ".join(facts.class_names[:20]) + (", ..." if facts.classes > 20 else "")
+    names = _quoted(", ".join(facts.class_names[:20])) + (", ..." if facts.classes > 20 else "")
     return f"{' x '.join(map(str, facts.shape))}, {facts.classes} classes: {names}"
 
 
@@ -185,7 +196,7 @@ def _header(
 def _guarantee(about: About, what: str, done: str) -> str:
     if about.epsilon is None:
         return f"**None.** This {what} was {done} without noise. Do not share it."
-    unit = about.facts.unit
+    unit = _quoted(about.facts.unit)
     epsilon = never_less(about.epsilon)
     return (
         f"Differential privacy with epsilon {epsilon:g} and delta {about.delta:g}, for "

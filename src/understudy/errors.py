@@ -5,11 +5,16 @@ A message says what was found, what was expected and what to do, on one line.
 
 from __future__ import annotations
 
+from understudy.text import one_line
+
 
 class UnderstudyError(Exception):
     """Base of all errors that are the user's to mend."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())  # it may quote a file, which may hold anything
 
 
 class InvalidData(UnderstudyError):
@@ -36,6 +41,14 @@ class StorageError(UnderstudyError):
 
 class LedgerError(UnderstudyError):
     """The ledger cannot be opened, written, or does not know what was asked for."""
+
+
+class LedgerDamaged(LedgerError):
+    """The ledger's file does not hold what was written to it."""
+
+    def __init__(self, message: str, found: str) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 class DataChanged(UnderstudyError):

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import struct
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,17 @@ from understudy.files import make_directory, storage_errors, sync_directory, wri
 from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Certificate
 from understudy.runs import SET_FILE
-from understudy.synthetic import IMAGES_ARE, SyntheticSet
+from understudy.synthetic import IMAGES_ARE, SOFT_LABELS_ARE, SyntheticSet
 
 Format = Literal["png", "npz", "safetensors", "parquet", "idx"]
 Files = Iterator[tuple[str, bytes]]
 UNLABELLED = "unlabelled"
+LONGEST_FOLDER = 180
+"""Bytes in the name of a folder; file systems take 255."""
+BESIDE = ("README.md", certificates.FILE_NAME)
+"""What lies beside the folders of classes."""
 EXPORTING = ".exporting"
+HARD_ALONE = "; of the soft labels, each image's likeliest class"
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,17 @@ class _Form:
     write: Callable[[SyntheticSet], Files]
     files: dict[str, str]
     header: tuple[str, ...] = ()
+    soft: str = ""
+    """How it holds soft labels, if it can."""
 
     def describe(self, synthetic: SyntheticSet) -> dict[str, str]:
         """Say what each file is; that of the set itself has more than one form."""
         of_set = {SET_FILE: synthetic.described} if SET_FILE in self.files else {}
-        return self.files | of_set
+        files = self.files | of_set
+        if synthetic.soft_labels is None or of_set:
+            return files
+        soft = f"; {self.soft}" if self.soft else HARD_ALONE
+        return {name: what + soft for name, what in files.items()}
 
 
 def export_release(
@@ -62,16 +74,23 @@ def export_release(
     certificate = verified(release, without_guarantee=without_guarantee)
     synthetic = SyntheticSet.load(release / SET_FILE)
     working = directory.with_name(f"{directory.name}{EXPORTING}")
-    shutil.rmtree(working, ignore_errors=True)  # an export cut short
+    _clear(working)  # an export cut short
     try:
         _write(working, synthetic, certificate, FORMS[to])
         with storage_errors(directory):
             os.rename(working, directory)
             sync_directory(directory.parent)
     except BaseException:
-        shutil.rmtree(working, ignore_errors=True)
+        _clear(working)
         raise
     return len(synthetic)
+
+
+def _clear(working: Path) -> None:
+    """Remove what may be there; of a link only itself, never what it leads to."""
+    if working.is_symlink():
+        working.unlink()
+    shutil.rmtree(working, ignore_errors=True)
 
 
 def verified(release: Path, *, without_guarantee: bool) -> Certificate:
@@ -120,8 +139,9 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
     (['cat', 'dog'], ['0_T-shirt_top', '1_Bag'])
     """
     plain = [re.sub(r"[^\w .-]", "_", name).strip(" .") or "_" for name in class_names]
-    distinct = len({name.lower() for name in plain}) == len(plain)
-    if distinct and plain == sorted(plain):
+    plain = [name.encode()[:LONGEST_FOLDER].decode(errors="ignore") for name in plain]
+    taken = {unicodedata.normalize("NFC", name).lower() for name in (*BESIDE, *plain)}
+    if len(taken) == len(BESIDE) + len(plain) and plain == sorted(plain):
         return plain
     digits = len(str(len(plain) - 1))
     return [f"{number:0{digits}}_{name}" for number, name in enumerate(plain)]
@@ -177,15 +197,19 @@ def _parquet(synthetic: SyntheticSet) -> Files:
         {"bytes": content, "path": f"{number:06}.png"}
         for number, content in enumerate(_encoded(_bytes(synthetic)))
     ]
-    features = {
+    features: dict[str, Any] = {
         "image": {"_type": "Image"},
         "label": {"names": list(synthetic.class_names), "_type": "ClassLabel"},
     }
-    schema = pa.schema(
-        {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "label": pa.int64()},
-        metadata={"huggingface": json.dumps({"info": {"features": features}})},
-    )
-    table = pa.table({"image": images, "label": synthetic.labels.tolist()}, schema=schema)
+    types = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "label": pa.int64()}
+    columns: dict[str, Any] = {"image": images, "label": synthetic.labels.tolist()}
+    if synthetic.soft_labels is not None:
+        number = {"dtype": "float32", "_type": "Value"}
+        features["soft_labels"] = {"feature": number, "_type": "Sequence"}
+        types["soft_labels"] = pa.list_(pa.float32())
+        columns["soft_labels"] = synthetic.soft_labels.tolist()
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table(columns, schema=pa.schema(types, metadata=about))
     sink = io.BytesIO()
     parquet.write_table(table, sink)
     yield "data/train-00000-of-00001.parquet", sink.getvalue()
@@ -199,6 +223,7 @@ FORMS = {
     "npz": _Form(
         _npz,
         {"synthetic.npz": f"{IMAGES_ARE}, `labels`, `classes`"},
+        soft=SOFT_LABELS_ARE,
     ),
     "safetensors": _Form(
         _safetensors,
@@ -215,6 +240,7 @@ FORMS = {
             "  - split: train",
             "    path: data/train-*.parquet",
         ),
+        "column `soft_labels`: a list of probabilities of the classes",
     ),
     "idx": _Form(
         _idx,

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from understudy.errors import StorageError
 
 TEMPORARY_PREFIX = ".tmp-"
+REMEDIES = {
+    errno.ENOSPC: "free some space on that disk, then run the same command again",
+    errno.EDQUOT: "free some of your quota, then run the same command again",
+    errno.EFBIG: "raise the limit on the size of files, then run the same command again",
+    errno.EACCES: "choose a directory that you may write to",
+    errno.EPERM: "choose a directory that you may write to",
+    errno.EROFS: "choose a directory on a file system that can be written",
+    errno.ENOTDIR: "choose another path: a parent of it is a file",
+    errno.EIO: "check the disk, then run the same command again",
+}
 
 
 @contextlib.contextmanager
@@ -26,17 +38,14 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedies = {
-            errno.ENOSPC: "free some space on that disk, then run the same command again",
-            errno.EDQUOT: "free some of your quota, then run the same command again",
-            errno.EACCES: "choose a directory that you may write to",
-            errno.EPERM: "choose a directory that you may write to",
-            errno.EROFS: "choose a directory on a file system that can be written",
-            errno.ENOTDIR: "choose another path: a parent of it is a file",
-        }
-        remedy = remedies.get(error.errno or 0, "check the path and the disk")
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise StorageError(f"cannot write {path}: {reason.lower()}; {remedy}") from error
+        raise error_on(path, error) from error
+
+
+def error_on(path: str | Path, error: OSError) -> StorageError:
+    """Say what failed on `path`, and what to do."""
+    remedy = REMEDIES.get(error.errno or 0, "check the path and the disk")
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return StorageError(f"cannot write {path}: {reason.lower()}; {remedy}")
 
 
 def sync_directory(directory: Path) -> None:
@@ -55,19 +64,53 @@ def write_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 def write_chunks(path: Path, chunks: Iterable[bytes], *, mode: int = 0o644) -> None:
     """Write what `chunks` yields to `path`, all or nothing, durably."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
-    with storage_errors(path):
+    with replacing(path, mode=mode) as file:
+        file.writelines(chunks)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` at the end, durably, or vanishes on an error."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    with storage_errors(path), _claim(temporary, mode) as file:
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-            with os.fdopen(descriptor, "wb") as file:
-                file.writelines(chunks)
-                file.flush()
-                os.fsync(file.fileno())
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
             os.replace(temporary, path)
             sync_directory(path.parent)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            if _is_called(file, temporary):
+                temporary.unlink()
             raise
+
+
+def _claim(temporary: Path, mode: int) -> BinaryIO:
+    """Open `temporary`, new and locked; one that a killed process has left is removed, unread."""
+    while True:
+        try:
+            file = open(  # noqa: SIM115 - the caller closes it
+                temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)
+            )
+        except FileExistsError:
+            if temporary.is_symlink():  # which would lead the content elsewhere
+                temporary.unlink()
+                continue
+            with contextlib.suppress(FileNotFoundError), temporary.open("r+b") as leftover:
+                fcntl.flock(leftover, fcntl.LOCK_EX)  # waits for whoever is still writing it
+                if _is_called(leftover, temporary):
+                    temporary.unlink()
+            continue
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if _is_called(file, temporary):
+            return file
+        file.close()  # taken for a leftover before it was locked
+
+
+def _is_called(file: BinaryIO, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False
 
 
 def write_json(path: Path, content: Any, *, mode: int = 0o644) -> None:
@@ -81,10 +124,29 @@ def canonical_json(content: Any) -> bytes:
     return (text + "\n").encode()
 
 
+def parse_json(content: bytes | str) -> Any:
+    """Read JSON; ValueError for whatever is none, or is nested too deeply to be read."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_whole(path: Path, *, most: int | None = None) -> bytes:
+    """Read a file; OSError for one of more bytes, or a pipe, which would be waited on for ever."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    if most is not None and status.st_size > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return path.read_bytes()
+
+
 def remove_temporaries(directory: Path) -> None:
     """Delete, unread, what writes cut short have left in `directory`."""
-    for leftover in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        leftover.unlink()
+    with storage_errors(directory):
+        for leftover in directory.glob(f"{TEMPORARY_PREFIX}*"):
+            leftover.unlink()
 
 
 def make_directory(path: Path, *, mode: int = 0o755) -> None:
@@ -93,8 +155,8 @@ def make_directory(path: Path, *, mode: int = 0o755) -> None:
         for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
             missing.mkdir(mode=mode, exist_ok=True)
             missing.chmod(mode)
+            sync_directory(missing.parent)
         path.chmod(mode)
-        sync_directory(path.parent)
 
 
 def file_digest(path: Path) -> str:

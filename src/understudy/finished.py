@@ -16,6 +16,7 @@ from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Verification
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import PublicFacts
+from understudy.privacy.witness import Witness
 from understudy.runs import (
     CLASSIFIER_FILE,
     GENERATOR_FILE,
@@ -104,9 +105,8 @@ def sample(
             "alone; use its set as it is, or a run of a method that trains a generator"
         )
     generator = Generator.load(release / GENERATOR_FILE).to(choose_device(device))
-    images, labels = generator.sample(count, seed=seed, per_class=per_class)
     facts = PublicFacts.from_json(certificate.content["data_set"]["public_facts"])
-    drawn = SyntheticSet(images, labels, facts.class_names, generator=generator)
+    drawn = generator.drawn(facts.class_names, count, seed=seed, per_class=per_class)
     if file:
         write_file(file, drawn.to_bytes())
     return drawn
@@ -157,7 +157,10 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
     if ledger is False:
         return certificates.verify(release)
     with opened(ledger_of(directory) if ledger is True else ledger, create=False) as book:
-        return certificates.verify(release, ledger=book)
+        found = certificates.verify(release, ledger=book)
+        if seen := RunDirectory(Path(directory)).ledger_seen():
+            book.confirm(Witness.from_json(*seen), seen[1])
+    return found
 
 
 def finished_release(directory: str | Path) -> Path:

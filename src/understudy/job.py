@@ -19,7 +19,7 @@ from torch import Tensor
 from understudy import __version__
 from understudy.card import About, card_of
 from understudy.data.images import LabelledImages
-from understudy.errors import Interrupted, InvalidSettings, StorageError
+from understudy.errors import Interrupted, InvalidSettings, LedgerError, StorageError
 from understudy.files import canonical_json
 from understudy.methods import load_method
 from understudy.methods.method import Configured, Method, configure
@@ -31,7 +31,9 @@ from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
+from understudy.privacy.secure import ciphers, secret_randomness
 from understudy.privacy.vault import Vault, follow
+from understudy.privacy.witness import Witness
 from understudy.progress import Progress
 from understudy.provenance import PublicInput, device_name, forget_peak_memory, peak_memory
 from understudy.runs import CLASSIFIER_FILE, GENERATOR_FILE, SET_FILE, SHEET_FILE, RunDirectory
@@ -116,6 +118,8 @@ class Request:
     """How many states to keep on the way, for a curve of accuracy against epsilon."""
     keep_private_state: bool = False
     """Whether a run with an ensemble writes what it learned, so that it can be resumed."""
+    secure_noise: bool = False
+    """Whether batches and noise are drawn from a cipher."""
     allow_large_delta: bool = False
 
     def budget(self) -> Budget:
@@ -131,6 +135,8 @@ def planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Pla
     """Complete the settings and plan the releases; refuses whatever cannot work."""
     if asked.snapshots < 0:
         raise InvalidSettings(f"snapshots is {asked.snapshots}, expected 0 or more")
+    if asked.secure_noise:
+        ciphers()  # or says what to install
     asked.budget().check_delta(facts.units, allow_large=asked.allow_large_delta)
     method_class = load_method(asked.method)
     configured = configure(
@@ -178,20 +184,25 @@ class Job:
                         ),
                     ),
                     allow_large_delta=asked.allow_large_delta,
+                    randomness=secret_randomness(self.vault.device, secure=asked.secure_noise),
                 )
+                self.directory.note_ledger(self.ledger.latest().to_json())
                 progress.say(_describe(curator, configured))
                 made = method.run(curator, progress)
                 public = method.public_inputs
                 return self._finish(run_id, configured, curator, made, public=public)
             except BaseException as error:
                 if isinstance(error, Interrupted):
-                    error.exit_code = 128 + should_stop.signal
+                    error.exit_code = should_stop.exit_code
                 # Before the first block nothing was released: leave no charge and no directory.
-                if not self.resume and (
-                    self.ledger.run(run_id) is None or self.ledger.cancel(run_id)
-                ):
+                if not self.resume and self._is_given_back(run_id):
                     self.directory.discard()
                 raise
+
+    def _is_given_back(self, run_id: str) -> bool:
+        with contextlib.suppress(LedgerError, StorageError):  # the first error is the one to show
+            return self.ledger.run(run_id) is None or self.ledger.cancel(run_id)
+        return False
 
     @contextlib.contextmanager
     def _cost_noted(self) -> Iterator[None]:
@@ -213,17 +224,29 @@ class Job:
             "request": self.asked.to_json(),
             "config": asdict(configured.config),
         }
+        where = {"ledger": str(self.ledger.path.resolve())} | dict(self.origin)
+        fresh = settings | where | {"run": run_id, "understudy": __version__}
         if not (self.resume and self.directory.has_settings):  # killed before it began: begin
-            where = {"ledger": str(self.ledger.path.resolve())} | dict(self.origin)
-            self.directory.begin(settings | where | {"run": run_id, "understudy": __version__})
+            self.directory.begin(fresh)
             return run_id
         stored = self.directory.settings()
+        if stored.get("understudy") != __version__:
+            raise InvalidSettings(
+                f"the unfinished run was begun with understudy {stored.get('understudy')}, this is "
+                f"{__version__}; finish it with that version, or start a new run"
+            )
+        if seen := self.directory.ledger_seen():
+            self.ledger.confirm(Witness.from_json(*seen), seen[1])
         for key, value in settings.items():
             if stored.get(key) != value:
                 raise InvalidSettings(
                     f"the unfinished run has other settings: {key} is {stored.get(key)}, now "
                     f"{value}; repeat the command that started it"
                 )
+        known = self.ledger.run(stored["run"])
+        if known is not None and known["state"] == "cancelled":
+            self.directory.begin(fresh)  # nothing was released, and the charge given back
+            return run_id
         return str(stored["run"])
 
     def _finish(
@@ -267,6 +290,7 @@ class Job:
         )
         files[certificates.FILE_NAME] = certificate.to_bytes()
         self.ledger.finish(run_id, certificate.content["seal"])
+        self.directory.note_ledger(self.ledger.latest().to_json())
         self.directory.finish(files)
         result = Result(made, certificate, self.directory.path)
         tell_others(self.group, result)
@@ -347,6 +371,17 @@ class StopRequest:
             yield
         finally:
             self._at_once = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that was stopped like this."""
+        return 128 + self.signal if self.signal else Interrupted.exit_code
+
+    def interrupted(self, message: str) -> Interrupted:
+        """Return the error that says so."""
+        error = Interrupted(message)
+        error.exit_code = self.exit_code
+        return error
 
     def __call__(self) -> bool:
         """Say whether to stop."""

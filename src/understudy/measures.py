@@ -65,7 +65,7 @@ SAME_POINT = (*SAME, "releases")
 
 
 @dataclass(frozen=True)
-class _Subject:
+class Subject:
     """A run that is being measured."""
 
     run: RunDirectory
@@ -158,21 +158,23 @@ class _Subject:
 
 
 @contextlib.contextmanager
-def _measured(
+def measured_run(
     directory: str | Path,
     ledger: Ledger | str | Path | None,
     engine: Engine,
     progress: Progress,
-) -> Iterator[_Subject]:
+) -> Iterator[Subject]:
+    """Open a finished run for measuring, and the ledger that notes each reading."""
     run, result = RunDirectory(Path(directory)), load_result(directory)
     facts = PublicFacts.from_json(result.certificate.content["data_set"]["public_facts"])
     # Whoever received a release has no ledger of it: the reading goes into a ledger of their own.
     received = not run.has_private_part
     with opened(ledger or ledger_of(directory), create=received) as book:
-        yield _Subject(run, result, facts, book, engine, progress)
+        yield Subject(run, result, facts, book, engine, progress)
 
 
-def _require_private_part(directory: str | Path) -> None:
+def require_private_part(directory: str | Path) -> None:
+    """Refuse a released part that travelled alone."""
     if not RunDirectory(Path(directory)).has_private_part:
         raise InvalidData(
             f"{directory} has no private part, so its training records are not known here; only "
@@ -202,13 +204,13 @@ def evaluate(
         compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
         **asked: fields of `Asked`: `protocol`, `models`, `seeds`, `epochs`, `width`, `seed`,
-            `subsample`, `soft_labels`, `ceiling`, `missing`; of these, `missing` alone for a run
-            that trained a classifier.
+            `subsample`, `soft_labels`, `augment`, `ceiling`, `missing`; of these, `missing` alone
+            for a run that trained a classifier.
     """
     wanted, report = Asked(**asked), progress or Progress()
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     found = []
-    with _measured(directory, ledger, engine, report) as subject:
+    with measured_run(directory, ledger, engine, report) as subject:
         facts, made = subject.facts, subject.result.released
         known = subject.run.metrics().get("utility", []) if wanted.missing else []
         if isinstance(made, Classifier):
@@ -318,7 +320,7 @@ def measure_convergence(
             "--snapshots 10"
         )
     points = []
-    with _measured(directory, ledger, engine, report) as subject:
+    with measured_run(directory, ledger, engine, report) as subject:
         measured = _way_to_measure(subject, wanted, test)
         for made, file in kept:
             spent = epsilon_after(subject.result.certificate, made)
@@ -331,7 +333,7 @@ def measure_convergence(
 
 
 def _way_to_measure(
-    subject: _Subject, asked: Asked, test: Data | None
+    subject: Subject, asked: Asked, test: Data | None
 ) -> Callable[[Path], Iterable[Utility]]:
     """Return what measures a snapshot, given its file."""
     facts, engine = subject.facts, subject.engine
@@ -391,10 +393,10 @@ def measure_quality(
             "a test set was given, but the reference is the training records; leave one of them out"
         )
     if reference == "training":
-        _require_private_part(directory)
+        require_private_part(directory)
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     weights = _inception_file(report) if features == "inception" else None
-    with _measured(directory, ledger, engine, report) as subject:
+    with measured_run(directory, ledger, engine, report) as subject:
         if reference == "training":
             real = subject.training_records(otherwise="compare with a test set")
         else:
@@ -437,10 +439,10 @@ def measure_memorisation(
         progress: where to report.
     """
     require_images(directory)
-    _require_private_part(directory)
+    require_private_part(directory)
     report = progress or Progress()
     engine = Engine(choose_device(device), say=report.say)
-    with _measured(directory, ledger, engine, report) as subject:
+    with measured_run(directory, ledger, engine, report) as subject:
         held_out = subject.test_set(test)
         records = subject.training_records(
             data, otherwise="pass its records to `measure_memorisation` as `data`"

@@ -1,4 +1,4 @@
-"""The library's verbs: fetch, pretrain, register, synthesize, train_classifier.
+"""The library's verbs: fetch, pretrain, pretrain_gan, register, synthesize, train_classifier.
 
 The command line calls these; see `finished` for sample, export and verify, `measures` for evaluate.
 """
@@ -52,6 +52,7 @@ from understudy.runs import (
     unfinished_directory,
 )
 from understudy.training.engine import Engine, choose_device
+from understudy.training.gan_pretraining import GANHeader, GANPretraining, train_gan
 from understudy.training.pretrained import ENDING, EncoderHeader
 from understudy.training.pretraining import Pretraining, train_encoder
 
@@ -109,7 +110,8 @@ def synthesize(
         **request: fields of `Request`: `method`, `epsilon`, `delta`, `accountant`, `preset`,
             `settings` (of the method), `seed`, `snapshots` (how many sets to keep on the way, in
             `private/`, to see how it converged), `keep_private_state` (so that runs of methods with
-            an ensemble can be resumed), `allow_large_delta`.
+            an ensemble can be resumed), `secure_noise` (batches and noise from a cipher),
+            `allow_large_delta`.
 
     Under `torchrun` every process calls this; each holds a share of the units, rank 0 writes, and
     all return the result.
@@ -381,7 +383,69 @@ def pretrain(
     >>> understudy.pretrain("digits", out=file, epochs=1, width=4).header.trained_on
     'digits'
     """
-    how, path, report = Pretraining(**training), Path(out), progress or Progress()
+    how = Pretraining(**training)
+    path, images, engine, report = _public_work(
+        data, out, public=public, ledger=ledger, device=device, compile=compile, progress=progress
+    )
+    params, header = train_encoder(images, how, engine=engine, progress=report)
+    write_file(path, header.to_file(params))
+    return Pretrained(path, header)
+
+
+def pretrain_gan(
+    data: Data,
+    *,
+    out: str | Path,
+    public: bool = False,
+    ledger: Ledger | str | Path | None = None,
+    device: str = "auto",
+    compile: bool = True,
+    progress: Progress | None = None,
+    **training: Any,
+) -> tuple[Path, GANHeader]:
+    """Train a generator and a discriminator on PUBLIC images, for `dp-gan` to start from.
+
+    Args:
+        data: name of a known set, path, or `LabelledImages`.
+        out: file to write, `.safetensors`.
+        public: declare that the set is public; needed unless it is a known one, verified.
+        ledger: path of the ledger that knows what is private; by default the user's.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
+        compile: whether to compile and capture steps on a GPU; False to debug.
+        progress: where to report.
+        **training: fields of `GANPretraining`, such as `steps`, `width`, `labelled`, `seed`.
+
+    >>> import tempfile, understudy
+    >>> file = f"{tempfile.mkdtemp()}/digits.safetensors"
+    >>> path, header = understudy.pretrain_gan("digits", out=file, steps=1, width=2, critic_width=2)
+    >>> header.trained_on
+    'digits'
+    """
+    how = GANPretraining(**training)
+    path, images, engine, report = _public_work(
+        data, out, public=public, ledger=ledger, device=device, compile=compile, progress=progress
+    )
+    made = train_gan(images, how, engine=engine, progress=report)
+    write_file(path, made.to_bytes())
+    return path, made.header
+
+
+def _public_work(
+    data: Data,
+    out: str | Path,
+    *,
+    public: bool,
+    ledger: Ledger | str | Path | None,
+    device: str,
+    compile: bool,
+    progress: Progress | None,
+) -> tuple[Path, LabelledImages, Engine, Progress]:
+    """Check what is to be trained on public images and where it goes: before an hour of training.
+
+    Returns:
+        The file to write, the images, where to compute, and where to report.
+    """
+    path, report = Path(out), progress or Progress()
     if path.suffix != ENDING:
         raise InvalidSettings(f"the output is called {path.name}, expected a name in {ENDING}")
     if path.exists():
@@ -391,13 +455,10 @@ def pretrain(
     report.say(f"{images.name} is treated as PUBLIC: nothing protects its images")
     if not path.parent.exists():
         make_directory(path.parent)
-    # Said now rather than after an hour of training.
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise StorageError(f"{path.parent} is no folder that can be written; choose another --out")
     engine = Engine(choose_device(device), compile=compile, say=report.say)
-    params, header = train_encoder(images, how, engine=engine, progress=report)
-    write_file(path, header.to_file(params))
-    return Pretrained(path, header)
+    return path, images, engine, report
 
 
 def _check_public(

@@ -20,6 +20,8 @@ from typing import Any
 from understudy.errors import InvalidData, InvalidSettings, OutputExists
 from understudy.files import (
     make_directory,
+    parse_json,
+    read_whole,
     remove_temporaries,
     storage_errors,
     sync_directory,
@@ -28,6 +30,8 @@ from understudy.files import (
 )
 
 PARTIAL = ".partial"
+MOST_BYTES = 2**28
+"""Of settings or metrics."""
 SET_FILE = "synthetic.safetensors"
 SHEET_FILE = "contact_sheet.png"
 GENERATOR_FILE = "generator.safetensors"
@@ -36,6 +40,8 @@ SETTINGS_FILE = "run.json"
 METRICS_FILE = "metrics.json"
 METRICS_FORMAT = 1
 COST_FILE = "cost.json"
+LEDGER_FILE = "ledger.json"
+"""How far the ledger had come when the run was last charged."""
 SNAPSHOTS = "snapshots"
 
 
@@ -82,7 +88,9 @@ def classifier_file(place: Path) -> Path:
 @contextlib.contextmanager
 def held(lock: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file; BlockingIOError if another process does and we do not wait."""
-    with lock.open("w") as file:
+    with storage_errors(lock):
+        file = lock.open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 
@@ -90,7 +98,7 @@ def held(lock: Path, *, wait: bool = False) -> Iterator[None]:
 def _read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_whole(path, most=MOST_BYTES))
     except ValueError as error:
         raise InvalidData(
             f"{path} is not JSON ({error}); it was edited or damaged, remove it or put it back"
@@ -151,6 +159,16 @@ class RunDirectory:
         """Write down how the run was asked for."""
         write_json(self._working / "private" / SETTINGS_FILE, settings, mode=0o600)
 
+    def note_ledger(self, seen: Mapping[str, Any]) -> None:
+        """Keep how far the ledger has come: one put back to before this run is then known."""
+        write_json(self._working / "private" / LEDGER_FILE, seen, mode=0o600)
+
+    def ledger_seen(self) -> tuple[dict[str, Any], Path] | None:
+        """Return how far the ledger had come, and the file that says so."""
+        root = self.path if self.is_finished else self._working
+        path = root / "private" / LEDGER_FILE
+        return (_read_object(path), path) if path.exists() else None
+
     @property
     def has_settings(self) -> bool:
         """Whether the run got as far as writing its settings."""
@@ -201,10 +219,10 @@ class RunDirectory:
         """Return seconds, device and GPU memory of each call."""
         root = self.path if self.is_finished else self._working
         try:
-            calls: list[dict[str, Any]] = json.loads((root / "private" / COST_FILE).read_bytes())
-        except (FileNotFoundError, json.JSONDecodeError):  # nothing hangs on it
+            calls = parse_json((root / "private" / COST_FILE).read_bytes())
+        except (FileNotFoundError, ValueError):  # nothing hangs on it
             return []
-        return calls
+        return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
         """Return what was measured on real records, by section; nothing yet if there is nothing."""

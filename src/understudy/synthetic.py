@@ -20,13 +20,21 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from understudy.errors import InvalidData
+from understudy.files import parse_json, read_whole
+from understudy.text import is_name, one_line
 
 IMAGES_ARE = "`images` (float32, n x c x h x w, 0 black to 1 white)"
 BYTES_ARE = "`images` (uint8, n x c x h x w, 0 black to 255 white)"
+SOFT_LABELS_ARE = "`soft_labels` (float32, n x classes, probabilities)"
 CHECKED_AT_ONCE = 4096
 """Images that are compared with whole bytes at a time."""
 SHEET_TILE = 56
 """Side that small images are enlarged to on a contact sheet, in pixels."""
+UNREADABLE = (
+    AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OverflowError,
+    safetensors.SafetensorError,
+)  # fmt: skip
+"""What reading a garbled file may raise."""
 SUM_TOLERANCE = 1e-3
 """How far the probabilities of an image's classes may be from adding up to 1."""
 
@@ -95,27 +103,29 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     def described(self) -> str:
         """Say what the set's file holds."""
         images = IMAGES_ARE if whole_bytes(self.images) is None else BYTES_ARE
-        return f"{images} and `labels` (int64)"
+        soft = f", {SOFT_LABELS_ARE}" if self.soft_labels is not None else ""
+        return f"{images} and `labels` (int64){soft}"
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SyntheticSet:
         """Read what `to_bytes` wrote, the same to the bit; not the generator."""
         tensors = load_tensors(content)
-        names = tuple(map(str, json.loads(metadata(content)["class_names"])))
-        images = tensors["images"]
+        names = parse_json(metadata(content)["class_names"])
+        images, labels = tensors["images"], tensors["labels"]
+        _check_content(images, labels, names)
         if images.dtype == torch.uint8:
             images = from_whole_bytes(images)
-        return cls(images, tensors["labels"], names, tensors.get("soft_labels"))
+        return cls(images, labels, tuple(names), tensors.get("soft_labels"))
 
     @classmethod
     def load(cls, path: Path) -> SyntheticSet:
         """Read a file of what `to_bytes` wrote."""
         try:
-            return cls.from_bytes(path.read_bytes())
-        except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
+            return cls.from_bytes(read_whole(path))
+        except (OSError, *UNREADABLE) as error:
             raise InvalidData(
-                f"{path} cannot be read as a synthetic set ({error}); expected a file written by "
-                "understudy; verify the directory"
+                f"{path} cannot be read as a synthetic set ({one_line(error)}); expected a file "
+                "written by understudy; verify the directory"
             ) from error
 
     @staticmethod
@@ -124,8 +134,10 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 return int(file.get_slice("labels").get_shape()[0])
-        except (OSError, safetensors.SafetensorError) as error:
-            raise InvalidData(f"{path} cannot be read as a synthetic set ({error})") from error
+        except (OSError, *UNREADABLE) as error:
+            raise InvalidData(
+                f"{path} cannot be read as a synthetic set ({one_line(error)})"
+            ) from error
 
     def contact_sheet(self, *, per_class: int = 10) -> bytes:
         """Draw up to `per_class` images of each class, one row per class, as PNG.
@@ -206,7 +218,7 @@ def from_whole_bytes(pixels: Tensor) -> Tensor:
 def metadata(content: bytes) -> dict[str, Any]:
     """Return the text that stands in the header of safetensors."""
     length = int.from_bytes(content[:8], "little")
-    header: dict[str, Any] = json.loads(content[8 : 8 + length])["__metadata__"]
+    header: dict[str, Any] = parse_json(content[8 : 8 + length])["__metadata__"]
     return header
 
 
@@ -217,6 +229,20 @@ def png(image: Tensor) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()
+
+
+def _check_content(images: Tensor, labels: Tensor, names: Any) -> None:
+    """Refuse what no set of ours holds: pictures, folders and pages are made of it."""
+    if images.dtype not in (torch.uint8, torch.float32) or labels.dtype != torch.int64:
+        raise ValueError(f"images of type {images.dtype}, labels of type {labels.dtype}")
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[1:]:
+        raise ValueError(f"images of shape {tuple(images.shape)}")
+    if not isinstance(names, list) or not names or len(set(map(str, names))) < len(names):
+        raise ValueError("no names of classes, or one of them twice")
+    if not all(map(is_name, names)):
+        raise ValueError("a class whose name cannot be printed")
+    if not bool(((labels >= -1) & (labels < len(names))).all()):
+        raise ValueError(f"labels beyond the {len(names)} classes")
 
 
 def _check_probabilities(given: Tensor, expected: tuple[int, int]) -> None:

@@ -20,10 +20,23 @@ from understudy.progress import Progress
 
 FEW = {"steps": 4, "batch": 6, "hidden": 8, "images_per_class": 3}
 TAUGHT = {**FEW, "teachers": 5, "teacher_batch": 3, "first_steps": 2, "width": 2, "code": 3}
+GAN = {"images_per_class": 3, "steps": 4, "turns": 2, "batch": 12, "fakes": 6, "code": 3}
 KEPT = {"keeps_members": True}
 """Methods with an ensemble can only go on with what it learned."""
 TINY = {
     "psg": {"rounds": 2, "outer": 2, "batches": 2, "inner": 2, "images_per_class": 2},
+    "rehearsal": {
+        "images_per_class": 3,
+        "waves": 10,
+        "components": 4,
+        "samples": 30,
+        "networks": 2,
+        "width": 4,
+        "refine_steps": 2,
+        "refine_batch": 12,
+        "hidden": 3,
+        "match_steps": 2,
+    },
     "dp-merf": {**FEW, "features": 20, "count_ratio": 2.0},
     "dp-mepf": {
         **FEW,
@@ -46,10 +59,34 @@ TINY = {
         "critic_width": 2,
         "warm_up": 2,
     },
+    "dpdm": {
+        "images_per_class": 3,
+        "steps": 4,
+        "batch": 12,
+        "copies": 2,
+        "width": 4,
+        "levels": 1,
+        "blocks": 1,
+        "average": 0.8,
+        "sample_steps": 2,
+        "churn": 1.0,
+    },
+    "dp-gan": {**GAN, "width": 2, "critic_width": 2, "penalty": 1.0, "count_ratio": 2.0},
+    "dp-cgan": {**GAN, "width": 8, "critic_width": 8, "weight_clip": 0.5},
+    "dp-sinkhorn": {
+        "images_per_class": 3,
+        "steps": 4,
+        "batch": 12,
+        "generated": 6,
+        "code": 3,
+        "width": 2,
+    },
     "dp-sgd": {"steps": 6, "batch": 12, "width": 4, "momentum": 0.9, "average": 0.8},
     "dp-hp": {**FEW, "sum_order": 4, "product_order": 2, "pairs": 3, "count_ratio": 2.0},
 }
 
+OF_EACH_KIND = ("psg", "dp-merf", "datalens", "gs-wgan", "dp-sinkhorn")
+"""A method for each kind of release: for what releases do, whoever asks for them."""
 ABANDONED = ("datalens", "g-pate", "gs-wgan", "pate-gan")
 """Methods with an ensemble: unless it was to be kept, a run that was cut off is lost."""
 
@@ -131,6 +168,7 @@ def test_makes_what_is_valid_with_exactly_the_planned_releases(world):
     assert curator.calibration.epsilon <= LOOSE.epsilon
 
 
+@pytest.mark.thorough
 def test_is_deterministic_when_its_draws_are_injected(world):
     sets = [
         values(world.method().run(world.open(name, randomness=injected()), Progress()))
@@ -139,6 +177,7 @@ def test_is_deterministic_when_its_draws_are_injected(world):
     assert torch.equal(*sets)
 
 
+@pytest.mark.parametrize("world", OF_EACH_KIND, indirect=True)
 def test_the_seed_decides_neither_batches_nor_noise(world):
     """The same public seed, and torch's and numpy's global seeds, twice: other results."""
     sets = []
@@ -174,6 +213,16 @@ def test_resumes_where_it_stopped(world):
     assert shape_of(made) == world.vault.facts.shape
 
 
+@pytest.mark.thorough
+def test_cut_off_after_the_last_release_nothing_is_lost(world):
+    """Everything is paid for, and an ensemble is not asked any more."""
+    made = world.method().run(world.open("run"), Progress())
+    again = world.open("run")
+    assert torch.equal(values(world.method().run(again, Progress())), values(made))
+    assert again.made() == {line.name: line.count for line in again.plan}
+
+
+@pytest.mark.thorough
 def test_resuming_changes_nothing_but_fresh_draws(world):
     """With the same draws, a run cut in two gives the same as one in a piece."""
     whole = values(world.method().run(world.open("whole", randomness=injected()), Progress()))
@@ -186,6 +235,7 @@ def test_resuming_changes_nothing_but_fresh_draws(world):
     assert torch.allclose(whole, resumed, atol=1e-6)
 
 
+@pytest.mark.parametrize("world", OF_EACH_KIND, indirect=True)
 def test_refuses_an_exhausted_budget(world, ledger, tmp_path):
     poor = a_vault(ledger, some_images(61, seed=9, name="poor"), lifetime_epsilon=1.0)
     with pytest.raises(BudgetRefused):
@@ -204,12 +254,16 @@ def test_runs_without_noise(world):
 @pytest.mark.parametrize(
     "data",
     [
-        {"classes": 2},
-        {"classes": 20, "shape": (1, 12, 12)},
-        {"shape": (3, 16, 12)},
-        {"units": [n // 3 for n in range(60)], "unit": "patient", "max_per_unit": 2},
+        {"classes": 2, "shape": (3, 16, 12)},
+        {
+            "classes": 20,
+            "shape": (1, 12, 12),
+            "units": [n // 3 for n in range(60)],
+            "unit": "patient",
+            "max_per_unit": 2,
+        },
     ],
-    ids=["two classes", "twenty classes", "colour, not square", "groups"],
+    ids=["two classes, colour, not square", "twenty classes, groups"],
 )
 @pytest.mark.parametrize("name", METHODS)
 def test_takes_any_size_classes_and_units(name, data, ledger, tmp_path):

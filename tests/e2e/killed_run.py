@@ -11,13 +11,13 @@ import torch._dynamo  # torch.func imports it at first use, which takes seconds
 
 import understudy
 from understudy import job
-from understudy.privacy import vault
+from understudy.privacy import secure
 from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.randomness import SecretRandomness
 
 torch.set_num_threads(1)
-SETTINGS = {"rounds": 100, "outer": 4, "batches": 3, "inner": 2, "images_per_class": 2, "width": 8}
-STEPS = 100 * 4 * 3
+SETTINGS = {"rounds": 60, "outer": 4, "batches": 3, "inner": 2, "images_per_class": 2, "width": 8}
+STEPS = 60 * 4 * 3
 
 
 def run(folder: str, attempt: int) -> None:
@@ -50,7 +50,7 @@ def run(folder: str, attempt: int) -> None:
         return step, state
 
     Curator.checkpoint, Curator.restore = logged_checkpoint, logged_restore
-    vault.SecretRandomness = Logged
+    secure.SecretRandomness = Logged
     job.Pace = lambda **options: Pace(seconds=0.1, **options)
     understudy.synthesize(
         "digits",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from understudy.cli.main import main
+from understudy.job import StopRequest
 from understudy.privacy import ledger as ledgers
 
 TINY = ["--rounds", "1", "--outer", "2", "--batches", "2", "--inner", "1", "--accountant", "renyi"]
@@ -161,6 +162,35 @@ def test_settings_from_toml_and_flags_that_win(folder, capsys):
     assert "roundz" in err
 
 
+def test_noise_from_a_cipher_is_certified_and_not_dropped_on_resume(folder, capsys, monkeypatch):
+    pytest.importorskip("cryptography")
+    few = (*TINY, "--out", "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "__call__", lambda self: True)
+        assert call("generate", "digits", *few, "--secure-noise", capsys=capsys)[0] != 0
+    code, _, err = call("generate", "digits", *few, "--resume", capsys=capsys)
+    assert code == 2
+    assert "repeat the command that started it" in err
+    code, _, err = call("generate", "digits", *few, "--secure-noise", "--resume", capsys=capsys)
+    assert code == 0, err
+    certificate = json.loads((folder / "run" / "release" / "certificate.json").read_text())
+    assert certificate["guarantee"]["randomness"] == "AES-256-CTR"
+    code, _, _ = call("report", "run", "--out", "page.html", capsys=capsys)
+    assert code == 0
+    assert "AES-256-CTR" in (folder / "page.html").read_text()
+
+
+def test_plan_times_the_cipher(folder, capsys):
+    pytest.importorskip("cryptography")
+    asked = ("plan", "--records", "600", "--steps", "3", "--shape", "1", "8", "8", "--json")
+    code, out, err = call(*asked, "--delta", "1e-4", "--secure-noise", capsys=capsys)
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    timed = {row["generator"]: float(row["milliseconds"]) for row in rows if "generator" in row}
+    assert set(timed) == {"Philox", "AES-256-CTR"}
+    assert min(timed.values()) > 0
+
+
 def test_plan_prints_both_accountants_and_the_tail(folder, capsys):
     code, out, _ = call(
         "plan", "--records", "60000", "--batch", "256", "--steps", "20000", "--epsilon", "1",
@@ -239,7 +269,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(name, folder, capsys):
     assert err.count("\n") == 1, err
     assert message in err
     left = {p.name for p in folder.iterdir()} - set(before) - {
-        "ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "runs",
+        "ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "ledger.sqlite.head", "runs",
     }  # fmt: skip
     assert not left
     assert not list((folder / "runs").glob("*")) if (folder / "runs").exists() else True

@@ -235,6 +235,7 @@ def broken(**arrays):
         (broken(images=Array("object", (1,), "understudy.raw", bytes(8))), "object by"),
         (broken(images=Array("float32", (3,), "understudy.raw", bytes(8))), "8 bytes, expected 12"),
         (broken(images=Array("float32", (-1,), "understudy.raw", b"")), "which is none"),
+        (broken(images=Array("float32", (0, 2**62, 4), "understudy.raw", b"")), "which is none"),
         (broken(images=Array("float32", (2**40,), "understudy.raw", bytes(8))), "expected 4398"),
     ],
 )

@@ -1,8 +1,14 @@
-"""Noise has the stated scale, sampling the stated rate, and neither follows any seed."""
+"""Noise has the stated scale, sampling the stated rate, and neither follows any seed.
+
+A correct implementation fails an assertion here with a probability of `ALPHA` at most, and no test
+makes more than ten of them: a false alarm comes once in a million runs or less.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +17,8 @@ from scipy import stats
 
 from door import (
     CPU,
+    LOOSE,
+    OneOfTwo,
     a_vault,
     features_of,
     linear_loss,
@@ -19,11 +27,35 @@ from door import (
     records_of,
     some_images,
 )
+from understudy.errors import InvalidSettings
+from understudy.privacy import certificate
+from understudy.privacy.briefing import Briefing
+from understudy.privacy.plan import Plan
 from understudy.privacy.randomness import SAMPLER_REACH, SecretRandomness
 from understudy.privacy.sampling import Access
+from understudy.privacy.secure import SecureRandomness, secret_randomness
+from understudy.privacy.vault import Vault, follow
 from understudy.training.engine import Engine
 
-ALPHA = 1e-4  # chance that a correct implementation fails one of these tests
+ALPHA = 1e-7
+FAR = 5.5  # a normal variable is beyond it with a probability of 4e-8
+
+
+@pytest.fixture(params=["Philox", "AES-256-CTR"])
+def secure(request) -> bool:
+    """Whether draws come from the cipher."""
+    if is_secure := request.param != "Philox":
+        pytest.importorskip("cryptography")
+    assert secret_randomness(CPU, secure=is_secure).generator == request.param
+    return is_secure
+
+
+def has_scale(sample, scale: float) -> bool:
+    """Whether the sum of squares is what that of normals of this scale can be."""
+    squares = float(np.square(np.asarray(sample, dtype=np.float64) / scale).sum())
+    return (
+        min(stats.chi2.cdf(squares, len(sample)), stats.chi2.sf(squares, len(sample))) > ALPHA / 2
+    )
 
 
 def ks(sample, scale: float) -> float:
@@ -39,7 +71,8 @@ def noise_of(kind: str, ledger, folder, count: int = 40) -> tuple[np.ndarray, fl
     blocks = zero.blocks if kind == "class_sums" else ()
     curator = open_curator(ledger, folder, vault=vault, kind=kind, count=count, blocks=blocks)
     of_members = kind in ("votes", "sample_gradient")
-    claimed = curator.calibration.noise_multiplier * (2 * bound if of_members else bound)
+    is_whole = kind == "batch_gradient"
+    claimed = curator.calibration.noise_multiplier * bound * (2 if of_members or is_whole else 1)
     members = curator.ensemble(torch.zeros(10, 64), members=10) if of_members else None
     draws = []
     for _ in range(count):
@@ -63,36 +96,47 @@ def noise_of(kind: str, ledger, folder, count: int = 40) -> tuple[np.ndarray, fl
             )  # fmt: skip
             draws.append(10 * mean.flatten())
             curator.checkpoint(1, {})
+        elif is_whole:
+            params = {"w": linear_params()["weight"]}
+            flat = curator.batch_gradient(lambda p, *_: p["w"].sum() * 0, params, bound=bound)
+            draws.append(flat["w"].flatten())
+            curator.checkpoint(1, {})
         else:
             draws.append(curator.histogram() - torch.from_numpy(np.bincount(data.labels)))
     return torch.cat(draws).numpy(), claimed
 
 
 @pytest.mark.parametrize(
-    "kind", ["gradient", "class_sums", "histogram", "votes", "sample_gradient"]
+    "kind",
+    ["gradient", "class_sums", "histogram", "votes", "sample_gradient", "batch_gradient"],
 )
 def test_noise_scale_is_accepted_and_other_scales_rejected(kind, ledger, tmp_path):
-    count = 400 if kind == "histogram" else 40
+    count = 200 if kind == "histogram" else 40
     noise, claimed = noise_of(kind, ledger, tmp_path, count)
     assert ks(noise, claimed) > ALPHA
-    assert ks(noise, claimed * 2 / 3) < ALPHA
-    assert ks(noise, claimed * 3 / 2) < ALPHA
+    assert has_scale(noise, claimed)
+    assert not has_scale(noise, claimed * 2 / 3)
+    assert not has_scale(noise, claimed * 3 / 2)
 
 
 def test_noise_is_fresh_for_every_release(ledger, tmp_path):
-    noise, _ = noise_of("gradient", ledger, tmp_path)
-    first, second = noise[:195], noise[195:390]
-    assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(195)
-    assert len({row.tobytes() for row in noise.reshape(40, -1)}) == 40
+    noise, claimed = noise_of("gradient", ledger, tmp_path)
+    releases = noise.reshape(40, -1) / claimed
+    assert len({row.tobytes() for row in releases}) == 40
+    for lag in (1, 2, 3, 7):
+        products = releases[lag:] * releases[:-lag]
+        assert abs(products.sum()) < FAR * np.sqrt(products.size)
 
 
-def test_the_sampler_reaches_far_into_the_tail():
-    """Two million draws: the tail beyond 4.5 has its share, and values are float64."""
-    draws = SecretRandomness(CPU).normal(2_000_000)
+def test_the_sampler_reaches_far_into_the_tail(secure):
+    """A million draws: the tail beyond 4 has its share, and values are float64."""
+    draws = secret_randomness(CPU, secure=secure).normal(1_000_001)
+    assert draws.shape == (1_000_001,)
     assert draws.dtype == torch.float64
-    assert ks(draws, 1.0) > ALPHA
-    beyond = int((draws.abs() > 4.5).sum())
-    expected = 2 * stats.norm.sf(4.5) * 2_000_000
+    assert ks(draws[:100_000], 1.0) > ALPHA
+    assert has_scale(draws, 1.0)
+    beyond = int((draws.abs() > 4).sum())
+    expected = 2 * stats.norm.sf(4) * len(draws)
     assert stats.poisson.cdf(beyond, expected) > ALPHA
     assert stats.poisson.sf(beyond - 1, expected) > ALPHA
     assert SAMPLER_REACH <= 10
@@ -100,11 +144,38 @@ def test_the_sampler_reaches_far_into_the_tail():
     assert (draws.numpy().view(np.uint64) & 0x1FFFFFFF).astype(bool).mean() > 0.99
 
 
-def access(rate: float, units: int = 2000) -> Access:
+def test_a_cipher_of_nothing_but_zeros_goes_beyond_what_is_charged(monkeypatch):
+    """The rarest bits of all: far beyond the reach, finite, and in every direction."""
+    pytest.importorskip("cryptography")
+    turns = torch.arange(8) * 2**60
+
+    def words(self, count, device):
+        return torch.cat([torch.zeros(count - 8, dtype=torch.int64), turns])
+
+    monkeypatch.setattr(SecureRandomness, "_words", words)
+    pairs = SecureRandomness(CPU).normal(16).view(2, 8)
+    assert torch.allclose(pairs.norm(dim=0), torch.tensor(2 * 127 * np.log(2)).sqrt())
+    assert pairs.norm(dim=0).min() > SAMPLER_REACH + 3
+    assert torch.allclose(pairs[:, 0] + pairs[:, 4], torch.zeros(2, dtype=torch.float64), atol=1e-9)
+
+
+def test_the_bits_are_the_ciphers():
+    """AES-256 in counter mode of an all-zero key, from NIST's known answers."""
+    pytest.importorskip("cryptography")
+    draws = SecureRandomness(CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("secrets.token_bytes", bytes)
+        first = draws._words(2, CPU)
+    assert first.numpy().tobytes().hex() == "dc95c078a2408989ad48a21492842087"
+    assert not torch.equal(draws._words(2, CPU), first)
+    assert not torch.equal(draws._words(2, CPU), draws._words(2, CPU))
+
+
+def access(rate: float, units: int = 2000, *, secure: bool = False) -> Access:
     data = some_images(units)
     return Access(
         records=records_of(data),
-        randomness=SecretRandomness(CPU),
+        randomness=secret_randomness(CPU, secure=secure),
         units=units,
         classes=3,
         sampling_rate=rate,
@@ -114,8 +185,8 @@ def access(rate: float, units: int = 2000) -> Access:
 
 
 @pytest.mark.parametrize("rate", [0.004, 0.1, 0.9])
-def test_units_are_sampled_independently_at_the_stated_rate(rate):
-    opened = access(rate)
+def test_units_are_sampled_independently_at_the_stated_rate(rate, secure):
+    opened = access(rate, secure=secure)
     batches = [opened.sample_units() for _ in range(200)]
     sizes = np.array([len(b) for b in batches])
     total = stats.binomtest(int(sizes.sum()), 200 * 2000, rate)
@@ -129,8 +200,8 @@ def test_units_are_sampled_independently_at_the_stated_rate(rate):
 
 
 @pytest.mark.parametrize(("count", "rate"), [(0, 0.5), (1, 0.5), (3, 1e-300), (50, 1 - 1e-16)])
-def test_extreme_counts_and_rates(count, rate):
-    draws = SecretRandomness(CPU)
+def test_extreme_counts_and_rates(count, rate, secure):
+    draws = secret_randomness(CPU, secure=secure)
     for _ in range(20):
         found = draws.choose(count, rate).tolist()
         assert found == sorted(set(found))
@@ -158,11 +229,11 @@ def seed_everything() -> None:
     torch.manual_seed(0)
 
 
-def test_global_seeds_change_neither_batches_nor_noise():
+def test_global_seeds_change_neither_batches_nor_noise(secure):
     seen = []
     for _ in range(2):
         seed_everything()
-        opened = access(0.5)
+        opened = access(0.5, secure=secure)
         seen.append((opened.sample_units().tolist(), opened.randomness.normal(8).tolist()))
     assert seen[0][0] != seen[1][0]
     assert seen[0][1] != seen[1][1]
@@ -178,6 +249,44 @@ def test_a_release_leaves_global_generators_untouched(ledger, tmp_path):
     assert random.getstate() == before[2]
 
 
+def sources_of(where: str, ledger, folder, *, secure: bool) -> list:
+    """Return the generators that draw at different places of one run, or in different runs."""
+    data = some_images(40)
+    vault = a_vault(ledger, data)
+
+    def opened(vault, run_id):
+        source = secret_randomness(CPU, secure=secure)
+        return open_curator(ledger, folder, vault=vault, run_id=run_id, randomness=source)
+
+    if where == "steps":
+        return [opened(vault, "a")._randomness] * 3
+    if where == "resumes":
+        return [opened(vault, "a")._randomness for _ in range(3)]
+    if where == "runs side by side":
+        return [opened(vault.beside(Engine()), run_id)._randomness for run_id in "abc"]
+    leader = OneOfTwo(0)
+    registration = vault.registration
+    curators = [opened(Vault(data, registration, ledger, group=leader), "a")]
+    briefing = Briefing.from_bytes(leader.sent[0])
+    plan = Plan.from_json(briefing.plan)
+    curators += [follow(briefing, data, plan, engine=Engine(), group=OneOfTwo(1)) for _ in range(2)]
+    assert len({curator.generator for curator in curators}) == 1
+    return [curator._randomness for curator in curators]
+
+
+@pytest.mark.parametrize("where", ["steps", "resumes", "runs side by side", "processes"])
+def test_noise_and_batches_are_independent_across(where, secure, ledger, tmp_path):
+    """Of three, any two: normals are uncorrelated, and units meet in both batches by chance."""
+    count, sides = 20_000, []
+    for source in sources_of(where, ledger, tmp_path, secure=secure):
+        signs = -np.ones(count)
+        signs[source.choose(count, 0.5)] = 1
+        sides.append((source.normal(count).numpy(), signs))
+    for one, other in itertools.combinations(sides, 2):
+        for drawn, also in zip(one, other, strict=True):
+            assert abs(drawn @ also) < FAR * np.sqrt(count)
+
+
 def test_each_opening_of_a_vault_has_its_own_secrets(ledger, tmp_path):
     """Also after a resume of the same run."""
     draws = []
@@ -186,3 +295,17 @@ def test_each_opening_of_a_vault_has_its_own_secrets(ledger, tmp_path):
         curator = open_curator(ledger, tmp_path, vault=vault, run_id=run_id)
         draws.append(tuple(curator._randomness.normal(4).tolist()))
     assert len(set(draws)) == 3
+
+
+def test_a_certificate_names_the_generator(ledger, tmp_path, secure):
+    source = secret_randomness(CPU, secure=secure)
+    curator = open_curator(ledger, tmp_path, randomness=source)
+    assert curator.has_guarantee
+    guarantee = certificate._guarantee(curator, LOOSE, allow_large_delta=True)
+    assert guarantee["randomness"] == source.generator
+
+
+def test_without_the_package_a_cipher_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.modes", None)
+    with pytest.raises(InvalidSettings, match=r"pip install 'understudy\[secure\]'"):
+        secret_randomness(CPU, secure=True)

@@ -105,7 +105,7 @@ def test_epsilon_inf_adds_no_noise():
 
 
 def test_a_cached_calibration_is_used_only_if_it_still_holds(tmp_path, monkeypatch):
-    plan, budget = plan_of(50, 0.1), Budget(epsilon=3, delta=1e-5, accountant="renyi")
+    plan, budget = plan_of(50), Budget(epsilon=3, delta=1e-5, accountant="renyi")
     honest = calibrate(plan, budget, cache=tmp_path)
     (entry,) = tmp_path.glob("*.json")
     searches = []

@@ -31,13 +31,21 @@ from understudy.errors import (
     PrivateAccess,
     UnderstudyError,
 )
+from understudy.methods.dp_mepf import DPMEPF
 from understudy.methods.dp_sgd import DPSGD
+from understudy.methods.dp_sinkhorn import DPSinkhorn
 from understudy.methods.method import configure
 from understudy.methods.psg import PSG
+from understudy.methods.rehearsal import Rehearsal
 from understudy.privacy.disclosure import disclose_hold_out, disclose_training_records
 from understudy.privacy.plan import Budget, Plan, PlannedRelease
 from understudy.privacy.sealed import Sealed
 from understudy.progress import Progress
+
+TINY_REHEARSAL = {
+    "waves": 10, "components": 4, "samples": 30, "networks": 2, "width": 4, "hidden": 3,
+    "refine_steps": 2, "refine_batch": 12, "teacher_steps": 4, "taught": 8,
+}  # fmt: skip
 
 
 class Tripwire(torch.Tensor):
@@ -71,7 +79,11 @@ def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
     facts = vault.facts
     lay_tripwires(vault)
     few = {"rounds": 2, "outer": 2, "batches": 2}
-    for method_class, settings in ((PSG, few), (DPSGD, {"steps": 8, "width": 4})):
+    steps = {"steps": 8, "width": 4}
+    taught = TINY_REHEARSAL | {"images_per_class": 200}
+    for method_class, settings in (
+        (PSG, few), (DPSGD, steps), (DPSinkhorn, steps), (Rehearsal, taught),
+    ):  # fmt: skip
         releases = len(Tripwire.reads)
         configured = configure(method_class, facts, 10, settings=settings)
         method = method_class(configured.config, facts, seed=0)
@@ -119,6 +131,23 @@ def test_every_read_of_a_record_lies_under_a_release(ledger, tmp_path):
         assert Tripwire.reads
         for stack in Tripwire.reads:
             assert is_under(stack, "understudy", "privacy", "disclosure.py")
+
+
+def test_what_decides_on_the_way_was_released(ledger, tmp_path):
+    """DP-MEPF keeps the generator that looks best: to a noisy answer, not to the records."""
+    vault = a_vault(ledger, some_images(60, name="tripwire"))
+    few = {"steps": 4, "batch": 6, "hidden": 8, "images_per_class": 3, "code": 3}
+    seen = {"encoder": "random", "layers": ":2", "looks": 2, "count_ratio": 2.0}
+    configured = configure(DPMEPF, vault.facts, 10, settings=few | seen)
+    method = DPMEPF(configured.config, vault.facts, seed=0)
+    curator = vault.open(
+        method.plan(), LOOSE, ledger, workspace=tmp_path / "w", run_id="r", allow_large_delta=True
+    )
+    lay_tripwires(vault)
+    method.run(curator, Progress())
+    assert Tripwire.reads
+    for stack in Tripwire.reads:
+        assert is_under(stack, "understudy", "privacy", "releases")
 
 
 def test_training_records_are_read_only_after_the_ledger_knows(ledger, monkeypatch):

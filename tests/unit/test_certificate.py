@@ -216,3 +216,37 @@ def test_a_large_delta_is_certified(tmp_path):
     )
     assert result.certificate.content["guarantee"]["is_delta_large"]
     understudy.verify(tmp_path / "run", ledger=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c["releases"][0].update(count=10**12, made=1), "plan cannot be computed"),
+        (lambda c: c["releases"][0].update(noise_multiplier=1e-9), "plan cannot be computed"),
+        (lambda c: c["releases"][0].update(noise_ratio=0), "releases.noise_ratio"),
+        (lambda c: c["releases"][0].update(noise_multiplier=10**400), "noise_multiplier"),
+        (lambda c: c["guarantee"].update(delta="small"), "guarantee.delta"),
+        (lambda c: c["guarantee"].update(curve=[{"delta": 0}]), "guarantee.curve.delta"),
+        (lambda c: c["data_set"].update(name="\x1b[2J"), "data_set.name"),
+        (lambda c: c["data_set"]["public_facts"].update(shape=[1]), "public_facts"),
+        (lambda c: c["data_set"]["public_facts"].update(more=1), "public_facts"),
+        (lambda c: c["method"].pop("name"), "method.name"),
+        (lambda c: c.update(files=["a"]), "files"),
+        (lambda c: c.pop("guarantee"), "guarantee"),
+    ],
+)
+def test_what_anybody_may_have_sealed_is_refused_in_one_line(run, change, says):
+    """The seal holds, so it is up to the content: no crash, and no hours of computing."""
+    content = certificate_of(run)
+    change(content)
+    (run / "release" / "certificate.json").write_bytes(seal(content))
+    with pytest.raises(VerificationFailed, match=says):
+        understudy.verify(run)
+
+
+@pytest.mark.parametrize("text", [b'{"format": 1, "x": NaN}', b'{"format": 1, "x": "\\ud800"}',
+                                  b"[" * 100_000, b"\xff", b"null", b"1" * 5000])  # fmt: skip
+def test_what_is_no_certificate_is_refused(run, text):
+    (run / "release" / "certificate.json").write_bytes(text)
+    with pytest.raises(VerificationFailed):
+        understudy.verify(run)

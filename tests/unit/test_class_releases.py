@@ -42,6 +42,17 @@ def test_sums_by_class():
         assert torch.allclose(released[label], expected, atol=1e-5)
 
 
+def test_a_missing_record_takes_away_its_own_row_and_no_more():
+    """Divided by realised counts, sums would move the rest of the class as well."""
+    data = some_images(12)
+    for unit in (0, 1, 5):
+        before, after = (sums(access_to(d), PIXELS) for d in (data, without(data, unit)))
+        row = unit_pixels(torch.from_numpy(data.images[unit]).float())
+        expected = torch.zeros(3, 64)
+        expected[data.labels[unit]] = row
+        assert torch.allclose(before - after, expected, atol=1e-5)
+
+
 def test_a_declared_bound_is_enforced():
     liar = features_of(lambda image: 1e6 * image.flatten())
     released = sums(access_to(some_images(12), select=(4,)), liar)
@@ -165,6 +176,47 @@ def test_a_record_reaches_the_joint_bound():
     data.images[5] = 255
     before, after = (scaled(three_sums(d)) for d in (data, without(data, 5)))
     assert (before - after).norm() == pytest.approx(joint_bound(THREE.blocks), rel=1e-4)
+
+
+BY_LABEL = Embedding(
+    lambda image, label: [9 * image.flatten() - label, (1.0 + label)[None]],
+    (Block(name="pixels", dimension=64, bound=2.0), Block(name="counts", dimension=1, ratio=3)),
+    takes_label=True,
+)
+"""Features that depend on the record's own label."""
+
+
+def by_label(data, **options):
+    access = access_to(data, **options)
+    found = BY_LABEL.split(class_sums(access, BY_LABEL), access.classes)
+    ratios = {block.name: block.bound * block.ratio for block in BY_LABEL.blocks}
+    return {name: values.double() / ratios[name] for name, values in found.items()}
+
+
+@pytest.mark.parametrize("units", [None, list(range(12))])
+def test_features_may_depend_on_the_records_own_label(units):
+    data = some_images(12, units=units)
+    images = torch.from_numpy(data.images).float().flatten(1) / 255
+    labels = torch.from_numpy(data.labels)
+    rows = 9 * images - labels[:, None]
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    found = by_label(data)
+    for label in range(3):
+        expected = rows[labels == label].double().sum(0)
+        assert torch.allclose(found["pixels"][label], expected, atol=1e-5)
+    assert torch.allclose(found["counts"], torch.full((3, 1), 4 / 3, dtype=torch.float64))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), unit=st.integers(0, 3), moved=st.booleans())
+def test_emptying_a_unit_of_any_labels_moves_such_sums_by_at_most_the_bound(seed, unit, moved):
+    for units in (None, [0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 4, 4]):
+        data = some_images(12, units=units, seed=seed)
+        if moved:
+            data.labels[data.units == unit] = 2
+        before, after = (by_label(d) for d in (data, without(data, unit)))
+        change = torch.cat([(before[name] - after[name]).flatten() for name in before])
+        assert change.norm() <= joint_bound(BY_LABEL.blocks) * (1 + 1e-5)
 
 
 def test_wide_rows_are_summed_piece_by_piece(monkeypatch):

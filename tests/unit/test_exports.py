@@ -89,6 +89,63 @@ def test_parquet_opens_in_datasets(release, tmp_path, monkeypatch):
     assert opened["label"][:] == understudy.load(release).labels.tolist()
 
 
+@pytest.fixture
+def soft_release(tmp_path):
+    """Return a softly labelled set's released part."""
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
+    data = understudy.labelled_images(images, np.arange(40) % 2, classes=("a", "b"), name="soft")
+    few = {
+        "images_per_class": 200, "waves": 6, "components": 2, "samples": 20, "networks": 1,
+        "width": 2, "hidden": 2, "refine_steps": 1, "refine_batch": 4, "teacher_steps": 1,
+        "taught": 4,
+    }  # fmt: skip
+    made = understudy.synthesize(
+        data, method="rehearsal", settings=few, out=tmp_path / "made", ledger=tmp_path / "ledger",
+        accountant="renyi",
+    )  # fmt: skip
+    return made.directory / "release"
+
+
+def test_soft_labels_are_exported_wherever_they_can_be_and_hard_ones_everywhere(
+    soft_release, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    made = understudy.load(soft_release)
+    assert torch.equal(made.labels, made.soft_labels.argmax(1))
+    out = {to: understudy.export(soft_release, to=to, out=tmp_path / to).directory for to in FORMS}
+    cards = {to: (folder / "README.md").read_text() for to, folder in out.items()}
+    stored = load_file(out["safetensors"] / "synthetic.safetensors")
+    assert torch.equal(stored["soft_labels"], made.soft_labels)
+    with np.load(out["npz"] / "synthetic.npz") as arrays:
+        assert np.array_equal(arrays["soft_labels"], made.soft_labels.numpy())
+    opened = datasets.load_dataset(
+        str(out["parquet"]), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert np.allclose(opened["soft_labels"][:], made.soft_labels.numpy())
+    for to in ("npz", "safetensors", "parquet"):
+        assert "`soft_labels`" in cards[to]
+    for to in ("png", "idx"):
+        assert "likeliest class" in cards[to]
+    for to in ("npz", "idx", "parquet"):
+        data = read_source(out[to] / "synthetic.npz" if to == "npz" else out[to])
+        assert data.labels.tolist() == made.labels.tolist()
+    assert "`soft_labels`" in (soft_release / "README.md").read_text()
+
+
+def test_what_is_drawn_later_is_labelled_softly_too(soft_release, tmp_path):
+    made = understudy.load(soft_release)
+    again = understudy.sample(soft_release, count=len(made), seed=0, device="cpu")
+    assert torch.equal(again.images, made.images)
+    assert torch.allclose(again.soft_labels, made.soft_labels, atol=1e-4)
+    more = understudy.sample(soft_release, per_class=7, seed=1, out=tmp_path / "m.safetensors")
+    stored = SyntheticSet.load(tmp_path / "m.safetensors")
+    assert len(stored) == 14
+    assert torch.equal(stored.soft_labels, more.soft_labels)
+    assert torch.equal(stored.labels, more.soft_labels.argmax(1))
+
+
 def test_png_folders_sort_in_the_order_of_the_labels(release, tmp_path):
     out = understudy.export(release, to="png", out=tmp_path / "out").directory
     classes = sorted(p.name for p in out.iterdir() if p.is_dir())

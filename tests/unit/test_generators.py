@@ -34,12 +34,14 @@ def seeded(seed=0):
 
 def a_network(name, shape=(1, 8, 8), classes=3) -> GeneratorNetwork:
     small = {
+        "class-norm": {"width": 4},
         "conv": {"hidden": 20},
         "dcgan": {"width": 4},
         "deconv": {"hidden": 20, "channels": 4},
         "dense": {"hidden": (20, 30)},
         "pixel-norm": {"width": 4},
         "resnet": {"width": 4},
+        "transposed": {"width": 4},
     }
     return GENERATORS[name](shape, classes, **small[name])
 
@@ -52,7 +54,7 @@ def a_generator(name="conv", *, shares=None, **described) -> Generator:
 
 every = pytest.mark.parametrize("name", GENERATORS)
 with_batch_norms = pytest.mark.parametrize(
-    "name", [n for n in GENERATORS if n not in ("dcgan", "pixel-norm")]
+    "name", [n for n in GENERATORS if n not in ("class-norm", "dcgan", "pixel-norm")]
 )
 
 
@@ -331,7 +333,7 @@ def edited(content, *, without=None, **changes):
         ({"format": 2}, "format 2.*reads 1; use a newer version"),
         ({"format": 0}, "format 0"),
         ({"format": "x"}, "not the file of a generator"),
-        ({"network": "diffusion"}, "'diffusion'.*conv, dcgan, deconv, dense, pixel-norm, resnet"),
+        ({"network": "flow"}, "'flow'.*class-norm, conv, .*, diffusion, rehearsed"),
         ({"config": {"shape": [1, 8, 8]}}, "classes"),
         ({"config": {"shape": [1, 8, 8], "classes": 3, "hidden": 21}}, "params/0.bias"),
         ({"config": {"shape": "abc", "classes": 3}}, "not the file of a generator"),

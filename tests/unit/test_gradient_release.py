@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from understudy.nets.convnet import ConvNet
 from understudy.privacy import records
 from understudy.privacy.bounded import clipped_sum, noisy_bounded_sum
 from understudy.privacy.gradients import GradientRows, split_like
+from understudy.privacy.records import View
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.sampling import Access
 
@@ -103,6 +105,16 @@ def test_denominator_is_public():
     access = access_to(data, select=(3,), sampling_rate=0.5)
     released = flat(gradient(access, linear_loss, params, clip_norm=1e-3))
     assert released.norm() * 0.5 * 12 == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_an_empty_slot_counts_in_the_denominator():
+    """It is N0 that was declared; how many slots are filled is private."""
+    data = some_images(12)
+    released = [
+        flat(gradient(access_to(d, select=(3,)), linear_loss, linear_params(), clip_norm=1e-3))
+        for d in (data, without(data, 5))
+    ]
+    assert torch.equal(*released)
 
 
 def test_clips_before_summing():
@@ -252,6 +264,74 @@ def test_memory_is_bounded_at_any_batch(monkeypatch):
     assert torch.allclose(released, expected, atol=1e-9, rtol=1e-5)
 
 
+def halves(image):
+    """What a view shows: not pixels, and not their shape."""
+    return image.flatten().view(2, 32).flip(0).flatten() - 0.5
+
+
+@pytest.mark.parametrize("units", [None, UNITS_OF_SEVERAL], ids=["records", "groups"])
+@pytest.mark.parametrize("is_static", [False, True], ids=["plain", "compiled"])
+def test_a_view_shows_each_record_to_the_loss(units, is_static, monkeypatch):
+    data, params = some_images(12, units=units), linear_params()
+    select = (0, 1, 3) if units else (0, 2, 3, 5, 11)
+
+    def loss(p, image, label):
+        return linear_loss(p, halves(image), label)
+
+    expected = flat(gradient(access_to(data, select=select), loss, params, clip_norm=0.3))
+    access = access_to(data, select=select)
+    if is_static:
+        access = replace(access, engine=static_engine(monkeypatch))
+    view = View(halves)
+    released = flat(gradient(access, linear_loss, params, clip_norm=0.3, view=view))
+    assert torch.allclose(released, expected, atol=1e-7)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), unit=st.integers(0, 4))
+def test_emptying_a_unit_moves_what_a_view_shows_by_at_most_the_clip_norm(seed, unit):
+    data, params = some_images(12, units=UNITS_OF_SEVERAL, seed=seed), linear_params()
+    sums = []
+    for world in (data, without(data, unit)):
+        view = View(lambda image: 1e4 * halves(image))
+        released = gradient(access_to(world), linear_loss, params, clip_norm=0.3, view=view)
+        sums.append(flat(released) * 3)
+    assert (sums[0] - sums[1]).norm() <= 0.3 * (1 + 1e-5)
+
+
+def test_a_view_is_made_once_for_the_records_in_use_and_goes_with_its_maker():
+    data, params, made = some_images(12), linear_params(), []
+
+    def counted(image):
+        made.append(image.shape)
+        return halves(image)
+
+    access = access_to(data)
+    view = View(counted)
+    for _ in range(3):
+        gradient(access, linear_loss, params, clip_norm=0.3, view=view)
+    assert len(made) == 1  # for all records at once
+    assert len(access.records._views) == 1
+    assert "sealed" in repr(access.records._views[view])
+    del view
+    gc.collect()
+    assert len(access.records._views) == 0
+
+
+def test_a_view_that_mixes_records_is_refused():
+    norm = nn.BatchNorm1d(64)
+    view = View(lambda image: norm(image.flatten()[None])[0])
+    with pytest.raises(PlanViolation, match="record by record"):
+        gradient(access_to(some_images(12)), linear_loss, linear_params(), clip_norm=1.0, view=view)
+
+
+def test_a_view_of_no_records_is_noise():
+    data = some_images(12)
+    access = access_to(data, select=(), noise_multiplier=1.0, noise=1.0)
+    released = gradient(access, linear_loss, linear_params(), clip_norm=0.6, view=View(halves))
+    assert torch.allclose(flat(released).float(), torch.full((195,), 0.1))
+
+
 def test_split_like_keeps_names_shapes_and_order():
     params = linear_params()
     pieces = split_like(torch.arange(195, dtype=torch.float64), params)
@@ -316,6 +396,8 @@ def test_static_batches_are_two_standard_deviations_above_the_expected_one():
     access = access_to(some_images(4000), sampling_rate=0.064)
     assert access.expected_batch == pytest.approx(256)
     assert access.static_batch == 288  # 256 + 2 * 15.5, rounded up to a multiple of 32
+    fewer = {most: replace(access, at_once=most).static_batch for most in (512, 100, 7)}
+    assert fewer == {512: 288, 100: 96, 7: 7}
 
 
 def test_rows_of_another_length_than_declared_are_refused():

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from group_process import PLAN
 
-from door import some_images
+from door import OneOfTwo, access_to, some_images
 from understudy.errors import DataChanged, InvalidSettings, ProcessLost
 from understudy.privacy import group as module
 from understudy.privacy.accounting import Calibration
@@ -21,6 +22,7 @@ from understudy.privacy.blocks import BlockResult
 from understudy.privacy.briefing import Briefing, FollowingBlocks, digest
 from understudy.privacy.group import ALONE
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
+from understudy.privacy.releases.histogram import histogram
 
 SCRIPT = Path(__file__).parent / "group_process.py"
 
@@ -49,6 +51,7 @@ def run_processes(folder: Path, size: int, epsilon: str) -> list[dict[str, torch
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 
+@pytest.mark.thorough
 def test_two_processes_release_the_same_sums_as_one(tmp_path):
     (alone,) = run_processes(tmp_path / "one", 1, "inf")
     for found in run_processes(tmp_path / "two", 2, "inf"):
@@ -57,6 +60,7 @@ def test_two_processes_release_the_same_sums_as_one(tmp_path):
     assert all(value.abs().max() > 0 for name, value in alone.items() if name != "noise_multiplier")
 
 
+@pytest.mark.thorough
 def test_noise_is_the_leaders_and_added_once(tmp_path):
     (bare,) = run_processes(tmp_path / "bare", 1, "inf")
     for found in run_processes(tmp_path / "two", 2, "5"):
@@ -72,6 +76,18 @@ def test_noise_is_the_leaders_and_added_once(tmp_path):
         assert torch.allclose(noise, torch.tensor(1.0 * multiplier), rtol=1e-3)
 
 
+def test_of_two_processes_one_adds_the_noise():
+    """What they send adds up to the sum and one noise: never two of them, never none."""
+    sent = []
+    for rank in range(2):
+        group = OneOfTwo(rank)
+        access = access_to(some_images(12), select=(), noise_multiplier=3.0, noise=1.0)
+        histogram(replace(access, group=group))
+        sent += group.sent
+    assert torch.equal(sum(sent), torch.full((3,), 3.0, dtype=torch.float64))
+
+
+@pytest.mark.thorough
 def test_a_process_with_another_bound_is_refused(tmp_path):
     """The noise is scaled to the leader's bound: a follower's own would break the guarantee."""
     processes = start(tmp_path / "two", 2, "5", "1000")

@@ -62,7 +62,7 @@ def test_two_processes_race_for_the_last_of_a_budget_and_one_wins(tmp_path):
         book = Ledger(tmp_path / f"{number}.sqlite")
         register(book, some_images(), RegistrationTerms(lifetime_epsilon=1.0))
         book.close()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # they only touch SQLite
     barrier, results = context.Barrier(2), context.Queue()
     racers = [
         context.Process(target=race, args=(str(tmp_path), name, barrier, results), daemon=True)
@@ -186,7 +186,7 @@ def create(path: str, barrier) -> None:
 
 
 def test_processes_may_race_to_create_the_ledger(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # they only touch SQLite
     barrier = context.Barrier(3)
     paths = [str(tmp_path / "ledger.sqlite")] * 3
     racers = [context.Process(target=create, args=(path, barrier)) for path in paths]

@@ -194,6 +194,30 @@ def test_a_state_dict_holds_tensors_only():
         read_state_dict(saved({"a": 1}), "FILE")
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.ones(1).expand(2**40),
+    ],
+    ids=["sparse", "without values", "claims a terabyte"],
+)
+def test_a_state_dict_holds_ordinary_tensors(weight):
+    with pytest.raises(MissingWeights, match="other things than tensors|claim more than it holds"):
+        read_state_dict(saved({"a": weight}), "FILE")
+
+
+def test_a_pickle_may_share_its_parts_but_not_hold_itself():
+    array = np.ones(3, np.float32)
+    found = read_arrays(pickle.dumps({"a": array, "b": {"c": array}}, protocol=4), "FILE")
+    assert found["a"] is found["b"]["c"]
+    circle: dict = {}
+    circle["a"] = circle
+    with pytest.raises(MissingWeights, match="holds itself"):
+        read_arrays(pickle.dumps(circle, protocol=4), "FILE")
+
+
 def test_names_that_are_no_encoder(tmp_path):
     with pytest.raises(InvalidSettings, match=r"'vgg-16'.*did you mean vgg16.*understudy pretrain"):
         load_encoder("vgg-16", SHAPE)

@@ -259,6 +259,23 @@ def test_soft_labels_teach_and_can_be_left_out():
     assert classic.mean > 0.9
 
 
+def test_images_are_not_changed_if_so_asked(monkeypatch):
+    changes = []
+    monkeypatch.setattr(
+        "understudy.evaluation.downstream.crop_scale_rotate",
+        lambda images, generator: changes.append(len(images)) or images,
+    )
+    images, labels = stripes(4, seed=2)
+    train = TrainingSet(images=images, labels=labels)
+    quick = {"models": ["convnet"], "seeds": 1, "epochs": 1, "width": 8}
+    (plain,) = measured(train, augment=False, **quick)
+    assert not changes
+    assert plain.options["augment"] is False
+    (usual,) = measured(train, **quick)
+    assert changes
+    assert "augment" not in usual.options  # as measured before there was a choice
+
+
 def test_subsamples_are_balanced_and_seeded():
     train = training(41, soft_labels=torch.rand(41, 2))
     small = train.subsample(7, FACTS.class_names, seed=0)

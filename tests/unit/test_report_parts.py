@@ -27,8 +27,8 @@ from understudy.cli.main import main
 from understudy.errors import InvalidData
 from understudy.privacy.certificate import Certificate, implied_curve
 from understudy.privacy.plan import Plan, PlannedRelease
+from understudy.privacy.trade_off import FURTHER_DELTAS, attack_curve, most_true_positives
 from understudy.report.listing import list_runs
-from understudy.report.trade_off import FURTHER_DELTAS, attack_curve, most_true_positives
 
 
 def gaussian_certificate(multiplier: float, accountant: str = "pld") -> Certificate:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
+from door import records_of, some_images, without
 from understudy.errors import InvalidSettings
 from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, scaled
 from understudy.methods.g_pate import BinVote, GPATEConfig
 from understudy.methods.pate_gan import PATEGANConfig, Verdict
-from understudy.methods.teachers import Shown, wish
+from understudy.methods.teachers import ADAM, Lesson, Shown, stacked, wish
 from understudy.nets.critics import Teacher
 from understudy.privacy.accounting import epsilon_of
+from understudy.privacy.ensemble import Ensemble, shards
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 
 PIXELS = 64
@@ -106,6 +110,26 @@ def test_verdicts_are_centred():
     said = Verdict(TEACHER)((params,), shown(9))
     assert set(said.tolist()) <= {-0.5, 0.5}
     assert said.norm() == pytest.approx(math.sqrt(9) / 2)
+
+
+def test_a_missing_record_changes_one_teacher_and_what_its_adam_remembers():
+    """Weights, moments and all: the others' are the same to the bit."""
+    data, members = some_images(12), 4
+    facts = replace(FACTS, units=12)
+    alike = TEACHER.init(torch.Generator().manual_seed(0))
+    start = stacked((alike, ADAM.start(alike)), members)
+
+    def learned(records):
+        made = Ensemble(records_of(records), facts, start, members=members, at_once=members)
+        for step in range(3):
+            made.learn(Lesson(TEACHER, 0.01), (torch.arange(2) + step) % 3, shown())
+        return pytree.tree_leaves(made._state)
+
+    gone = int(shards(12, members)[2, 0])
+    changed = torch.zeros(members, dtype=torch.bool)
+    for one, other in zip(learned(data), learned(without(data, gone)), strict=True):
+        changed |= (one != other).view(members, -1).any(1)
+    assert changed.tolist() == [False, False, True, False]
 
 
 def test_a_wish_makes_images_look_more_real():

@@ -32,6 +32,8 @@ class TrainingOptions:
     """Train on so many images of each class."""
     soft_labels: bool = True
     """Train networks on probabilities of classes, if the set has them."""
+    augment: bool = True
+    """Change images at random while networks train on them, where the protocol does."""
 
 
 def command(

@@ -33,6 +33,7 @@ def client(
     root_certificates: Path | None = None,
     key: Path | None = None,
     statement: Path = Path("federated.json"),
+    secure_noise: bool = False,
     reading: Annotated[Reading | None, Parameter(name="*", negative_iterable=())] = None,
     ledger: Path | None = None,
     output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
@@ -68,6 +69,8 @@ def client(
         Private key that the server knows this client by; needed if it is another machine.
     statement
         Where to write what taking part has cost.
+    secure_noise
+        Draw noise from a cipher (AES-256).
     ledger
         The ledger, if not the user's own.
     """
@@ -80,6 +83,7 @@ def client(
     from understudy.privacy.client import Offer
     from understudy.privacy.ledger import Ledger
     from understudy.privacy.plan import Budget
+    from understudy.privacy.secure import secret_randomness
     from understudy.privacy.vault import Vault
 
     check_address(server, root_certificates, key)
@@ -92,6 +96,7 @@ def client(
     one = vault.open_rounds(
         offer, critic_of(named(critic), vault.facts), Budget(epsilon=epsilon, delta=delta), book,
         run_id=f"federated/{vault.registration.name}/{name}",
+        randomness=secret_randomness(vault.device, secure=secure_noise),
     )  # fmt: skip
     out.say(f"{one.rounds_left} of {rounds} rounds are left; waiting for {server}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

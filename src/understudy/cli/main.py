@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cyclopts import App, CycloptsError
 from cyclopts.config import Toml
 
 from understudy import __version__
 from understudy.errors import InvalidSettings, UnderstudyError
+from understudy.files import REMEDIES, error_on
+from understudy.text import one_line
 
 HELP = """Make a synthetic stand-in for a private labelled image set, with a certified
 differential-privacy guarantee.
@@ -26,6 +31,7 @@ COMMANDS = {
     "generate": "Make a synthetic set from private data.",
     "train-classifier": "Train a classifier on private data.",
     "evaluate": "Test classifiers trained on a set, or a released one; quality; memorisation.",
+    "audit": "Attack the releases, the methods or a run; bound epsilon from below.",
     "report": "Write one HTML page about a run, or about several side by side.",
     "runs": "List the runs in a folder, finished and unfinished.",
     "plan": "Show noise, releases and cost of a run before spending anything.",
@@ -33,20 +39,24 @@ COMMANDS = {
     "sample": "Draw more images from the generator of a finished run.",
     "verify": "Check what was released against its certificate.",
     "register": "Enter a data set into the ledger, with its unit, budget and hold-out.",
-    "ledger": "Show what was spent on each data set.",
+    "ledger": "Show what was spent on each data set; check, back up and restore the ledger.",
     "fetch": "Get a known public data set, such as mnist, or weights of a public network.",
     "pretrain": "Train an encoder on public images, for methods that use one.",
+    "pretrain-gan": "Train a GAN on public images, for dp-gan to start from.",
     "continual": "Learn in stages of different parties, handing on released sets alone.",
     "reproduce": "Make a paper's table again, measured beside published.",
     "federated": "Train with images that stay with their owners, over Flower.",
     "methods": "List the methods, or the settings of one.",
 }
 INTERRUPTED = {
+    "generate": "see --resume",
+    "train-classifier": "see --resume",
     "evaluate": "see --missing",
-    "pretrain": "nothing was written",
+    "audit": "nothing was charged",
     "continual": "the same command goes on",
     "reproduce": "the same command goes on",
 }
+"""How to go on where a command was stopped at once; others have written nothing."""
 WITH_METHOD_SETTINGS = ("generate", "train-classifier", "plan", "continual")
 
 
@@ -56,18 +66,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=".*decompression bomb.*")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        build_app(tokens)(tokens, exit_on_error=False, print_error=False)
+        with _terminated_like_interrupted():
+            build_app(tokens)(tokens, exit_on_error=False, print_error=False)
     except (UnderstudyError, CycloptsError) as error:
         sys.exit(_report(tokens, error))
-    except KeyboardInterrupt:
-        goes_on = INTERRUPTED.get(tokens[0] if tokens else "", "see --resume")
-        sys.exit(_report(tokens, UnderstudyError(f"stopped at once; {goes_on}"), 130))
+    except KeyboardInterrupt as stopped:
+        goes_on = INTERRUPTED.get(tokens[0] if tokens else "", "nothing was written")
+        code = 128 + (stopped.args[0] if stopped.args else signal.SIGINT)
+        sys.exit(_report(tokens, UnderstudyError(f"stopped at once; {goes_on}"), code))
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            traceback.print_exc()
+            sys.exit(1)
+        sys.exit(_report(tokens, error_on(error.filename or "a file", error)))
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM, too, clean up behind a command that does not wait for a good moment itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def build_app(tokens: Sequence[str]) -> App:
@@ -80,6 +114,7 @@ def build_app(tokens: Sequence[str]) -> App:
         name="understudy",
         help=HELP,
         version=__version__,
+        suppress_keyboard_interrupt=False,  # we say how to go on
         config=Toml(config, must_exist=True, use_commands_as_keys=False) if config else None,
     )
     for name, explain in COMMANDS.items():
@@ -110,7 +145,7 @@ def _option(tokens: Sequence[str], name: str) -> str | None:
 def _report(tokens: Sequence[str], error: Exception, exit_code: int | None = None) -> int:
     """Print an error on one line; return the exit code."""
     code = exit_code or (error.exit_code if isinstance(error, UnderstudyError) else 2)
-    message = " ".join(str(error).split())
+    message = one_line(error)
     if "--json" in tokens:
         print(json.dumps({"event": "error", "message": message, "exit_code": code}), flush=True)
     print(f"understudy: {message}", file=sys.stderr, flush=True)

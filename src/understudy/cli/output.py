@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from understudy.progress import Progress
+from understudy.text import legible
 
 JSON_SECONDS = 1.0
 SPENT_SECONDS = 2.0
@@ -40,6 +41,11 @@ class OutputOptions:
     """Print JSON lines for machines."""
 
 
+def _shown(text: str) -> str:
+    """Return text whose lines hold nothing that a terminal would obey."""
+    return "\n".join(legible(line) for line in text.split("\n"))
+
+
 class Output(Progress):
     """Report to a person: lines on the console, and a bar with time left and epsilon spent."""
 
@@ -48,17 +54,17 @@ class Output(Progress):
 
     def say(self, text: str) -> None:
         """Print one line of narration."""
-        self.console.print(text, style="dim", markup=False)
+        self.console.print(_shown(text), style="dim", markup=False)
 
     def result(self, text: str, **_: Any) -> None:
         """Print one line of the result."""
-        self.console.print(text, markup=False)
+        self.console.print(_shown(text), markup=False)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table."""
-        table = Table(*columns, title=Text(title), title_justify="left")
+        table = Table(*columns, title=Text(_shown(title)), title_justify="left")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))  # a name may look like markup
+            table.add_row(*(Text(_shown(cell)) for cell in row))  # a name may look like markup
         self.console.print(table)
 
     def steps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from understudy.methods.method import configure
 from understudy.privacy.accounting import Calibration, calibrate
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.randomness import tail_delta
+from understudy.privacy.secure import secret_randomness
+from understudy.training.engine import choose_device
 
 DEFAULT_METHOD = "psg"
 NAMES: dict[Accountant, str] = {"pld": "PLD", "renyi": "Rényi"}
@@ -44,6 +47,8 @@ class PlanOptions:
     """Channels, height and width."""
     preset: str = "auto"
     """Named settings of the method."""
+    secure_noise: bool = False
+    """Show what drawing noise from a cipher would take here."""
     allow_large_delta: bool = False
     """Accept delta >= 1/N0."""
     config: Path | None = None
@@ -81,6 +86,9 @@ def build(method: str) -> Callable[..., None]:
         if signals := _signals(planned, facts, found["pld"].noise_multiplier):
             names = ("block", "features", "bound", "noise ratio", "signal to noise, at most")
             out.table("Sums of records against their noise (PLD)", names, signals)
+        if options.secure_noise:
+            title = "Drawing the noise of one release, here"
+            out.table(title, ("generator", "coordinates", "milliseconds"), _drawing(planned))
 
     plan.__annotations__["settings"] = Annotated[settings_type | None, Parameter(name="*")]
     return plan
@@ -126,6 +134,19 @@ def _signals(planned: Plan, facts: PublicFacts, multiplier: float) -> list[tuple
         for line in planned
         for block in line.blocks
     ]
+
+
+def _drawing(planned: Plan) -> list[tuple[str, ...]]:
+    """Time each generator on the largest release."""
+    device, count = choose_device("auto"), max(line.dimension for line in planned)
+    rows: list[tuple[str, ...]] = []
+    for source in (secret_randomness(device, secure=secure) for secure in (False, True)):
+        _ = source.normal(count)[0].item()  # the first draw takes longer
+        started = time.perf_counter()
+        _ = source.normal(count)[0].item()
+        taken = 1e3 * (time.perf_counter() - started)
+        rows.append((source.generator, f"{count}", f"{taken:.3g}"))
+    return rows
 
 
 def _row(planned: Plan, accountant: Accountant, found: Calibration) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ class RunOptions:
     """Seed of public randomness. Batches and noise are secret and do not follow it."""
     snapshots: int = 0
     """How many states to keep on the way, in private/, to see how accuracy grew with epsilon."""
+    secure_noise: bool = False
+    """Draw private batches and noise from a cipher (AES-256); the certificate will say so."""
     allow_large_delta: bool = False
     """Accept delta >= 1/N0; the certificate will say so."""
 

@@ -105,7 +105,7 @@ def learn_stages(
             else:
                 rest = f"stage {number} of {len(stages)} is not finished; the same command goes on"
                 if should_stop():
-                    raise Interrupted(rest)
+                    raise should_stop.interrupted(rest)
                 try:
                     make_run(
                         records,
@@ -120,7 +120,7 @@ def learn_stages(
                         **vars(asked),
                     )
                 except Interrupted as error:
-                    raise Interrupted(rest) from error
+                    raise should_stop.interrupted(rest) from error
             places.append(place)
     return places
 

@@ -5,25 +5,27 @@ A folder with `data_batch_1.bin` and so on (`test_batch.bin` is the test split),
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from numpy.typing import NDArray
 
 from understudy.data.arrays import assemble
+from understudy.data.decode import decode_image
 from understudy.data.images import LabelledImages
 from understudy.data.reading import Reading
 from understudy.data.storage import allocate, in_order, regular
 from understudy.errors import InvalidData
+from understudy.files import parse_json, read_whole
 from understudy.progress import Progress
 
 SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
 AT_ONCE = 1000
+MOST_LABEL_BYTES = 2**22
 NAMES_FILE = "batches.meta.txt"
 
 
@@ -88,15 +90,28 @@ def png_batches(folder: Path, progress: Progress) -> Iterator[tuple[str, list[by
         file = folder / f"{split}_lables.json"  # spelt so there
         if not file.is_file():
             return
-        labels += json.loads(file.read_bytes())
+        labels += _labels(file)
     files = [*sorted(folder.glob("data_batch_*.png")), folder / "test_batch.png"]
     done = 0
     for number in progress.steps(range(len(files)), what="unpacking batches"):
-        with Image.open(files[number], formats=("PNG",)) as image:
-            rows = np.asarray(image.convert("RGB"))
-        count = len(rows)
-        pixels = rows.reshape(count, *SHAPE[1:], SHAPE[0]).transpose(0, 3, 1, 2)
+        pixels = _rows(files[number])
+        count = len(pixels)
         first = np.array(labels[done : done + count], np.uint8)
         done += count
         batch = np.concatenate([first[:, None], pixels.reshape(count, -1)], axis=1)
         yield f"{files[number].stem}.bin", [batch.tobytes()]
+
+
+def _labels(file: Path) -> list[int]:
+    found = parse_json(read_whole(file, most=MOST_LABEL_BYTES))
+    if not isinstance(found, list) or not all(n in range(256) for n in found):
+        raise ValueError(f"{file.name} is no list of labels")
+    return found
+
+
+def _rows(file: Path) -> NDArray[np.uint8]:
+    """Decode a batch of images, each a row of pixels, to (n, c, h, w)."""
+    found = decode_image(file, None, SHAPE[0])
+    if found.shape[2] != SHAPE[1] * SHAPE[2]:
+        raise ValueError(f"{file.name} is {found.shape[2]} pixels wide, not {SHAPE[1] * SHAPE[2]}")
+    return found.transpose(1, 0, 2).reshape(-1, *SHAPE)

@@ -91,7 +91,7 @@ def decode_images(
 def _in_order(
     files: Iterable[ImageFile], count: int, reading: Reading, progress: Progress
 ) -> Iterator[tuple[int, ImageFile, NDArray[np.uint8] | str]]:
-    remaining, done = iter(files), 0
+    remaining, done = islice(files, count), 0
     size, channels = reading.target_size(), reading.channels
 
     def decoded(task: Sequence[ImageFile]) -> list[NDArray[np.uint8] | str]:

@@ -31,8 +31,10 @@ from understudy.data.cifar import is_png_batch, png_batches
 from understudy.data.known import KnownFiles
 from understudy.data.pypi import links, package_page
 from understudy.data.storage import CHUNK
+from understudy.errors import InvalidData
 from understudy.files import file_digest, home, make_directory, storage_errors, write_chunks
 from understudy.progress import Progress
+from understudy.text import one_line
 
 CONNECT_SECONDS = 15
 REGISTRY_SECONDS = 1800
@@ -265,10 +267,10 @@ def _unpack(
         try:
             for name, pieces in _contents(known, source, workspace, progress):
                 _keep(known, name, pieces, workspace)
-        except (*UNREADABLE, tarfile.TarError, ValueError) as error:
+        except (*UNREADABLE, tarfile.TarError, ValueError, InvalidData) as error:
             if workspace in source.parents and not source.is_dir():
                 source.unlink(missing_ok=True)  # or the next attempt would find it again
-            raise Unavailable(str(error)) from None
+            raise Unavailable(one_line(error)) from None
     if wrong := _wrong_files(known, workspace):
         raise Unavailable(f"no {wrong[0]} there")
 
@@ -302,7 +304,8 @@ def _contents(
             with gzip.open(source) if source.suffix == ".gz" else source.open("rb") as stream:
                 yield name, _pieces(stream, source.name)
         return
-    for archive in sorted(file for end in ARCHIVES[1:] for file in source.glob(f"*{end}")):
+    archives = (file for end in ARCHIVES[1:] for file in source.glob(f"*{end}"))
+    for archive in sorted(file for file in archives if file.is_file()):
         yield from _contents(known, archive, workspace, progress)
     for file in sorted(file for file in source.rglob("*") if file.is_file()):
         if not file.name.endswith(ARCHIVES[1:]):

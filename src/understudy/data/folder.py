@@ -145,7 +145,7 @@ def _listed(
     rows = {}
     for row, given in enumerate(table.files()):
         name = given.removeprefix(f"{root.resolve().as_posix()}/")
-        if not (root / name).is_file() or {"..", "/"} & set(PurePosixPath(name).parts):
+        if {"..", "/"} & set(PurePosixPath(name).parts) or not _is_file(root / name):
             raise InvalidData(
                 f"row {row + 2} of {table.path} names {name}, which is not in {root}; correct the "
                 "row, or put the image there"
@@ -169,6 +169,13 @@ def _listed(
         for position, name in enumerate(table.columns)
     }
     return listed, Pointer("label", column=column), columns
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _refuse_empty_classes(part: Path, names: Sequence[str], level: int) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from understudy.data.reading import MAX_SIDE, MIN_SIDE, RECORD, Reading, printable
+from understudy.data.reading import MAX_SIDE, MIN_SIDE, RECORD, Reading
 from understudy.data.storage import CHUNK, allocate
 from understudy.errors import InvalidData
+from understudy.text import LONGEST_NAME, is_name
 
 MAX_CLASSES = 1000
 NAMED_CLASSES = 4
@@ -155,7 +156,7 @@ def chosen_classes(names: Sequence[str], only: str | Sequence[str]) -> tuple[str
         for asked in [text] if text in names else [word.strip() for word in text.split(",")]:
             if asked in names:
                 chosen.add(asked)
-            elif asked.isascii() and asked.isdigit() and int(asked) < len(names):
+            elif re.fullmatch("[0-9]{1,9}", asked) and int(asked) < len(names):
                 chosen.add(names[int(asked)])
             else:
                 raise InvalidData(
@@ -178,9 +179,10 @@ def _name_of_part(whole: str, chosen: Sequence[str]) -> str:
 
 def _check_name(what: str, name: str) -> None:
     """Refuse a name that a certificate, a table or a picture could not show."""
-    if not name.strip() or not name.isprintable() or name != printable(name):
+    if not is_name(name):
         raise InvalidData(
-            f"a {what} is called {name!r}; expected letters that can be printed; rename it"
+            f"a {what} is called {name[:LONGEST_NAME]!r}; expected up to {LONGEST_NAME} characters "
+            "that can be printed; rename it"
         )
 
 
@@ -221,7 +223,8 @@ def class_order(names: Iterable[str]) -> list[str]:
     """
     distinct = set(names)
     if all(name.isascii() and name.isdigit() for name in distinct):
-        return sorted(distinct, key=lambda name: (int(name), name))
+        # As numbers, but without making any: a name may have thousands of digits.
+        return sorted(distinct, key=lambda n: (len(n.lstrip("0")), n.lstrip("0"), n))
     return sorted(distinct)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,15 @@ from understudy.data.images import LabelledImages, pack_chunks
 from understudy.data.reading import Reading
 from understudy.data.storage import CHUNK, claimed_bytes, read_exactly, regular
 from understudy.errors import InvalidData
+from understudy.text import one_line
 
 DAMAGE = (OSError, EOFError, zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError,
-          RuntimeError, KeyError, OverflowError, TypeError, SyntaxError)  # fmt: skip
+          RuntimeError, KeyError, OverflowError, TypeError, SyntaxError, MemoryError)  # fmt: skip
 """What zipfile and numpy raise on damaged files."""
+
+
+PLAIN_KINDS = "biufcSUMm"
+"""Types of arrays that are read: numbers, text, dates."""
 
 
 def read_npz(path: Path, reading: Reading) -> LabelledImages:
@@ -96,11 +102,20 @@ class Archive(Mapping[str, NDArray[Any]]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._members  # without reading it
+
     def __getitem__(self, key: str) -> NDArray[Any]:
         with self._opened(key) as (stream, header):
             flat = np.empty(math.prod(header.shape) * header.dtype.itemsize, np.uint8)
             read_exactly(f"{self._path}: {key}", stream, flat)
             values: NDArray[Any] = flat.view(header.dtype)
+            if header.dtype.kind == "U":
+                codes = flat.view(np.dtype("u4").newbyteorder(header.dtype.byteorder))
+                if (codes > sys.maxunicode).any():  # what would read them ends in a crash
+                    raise InvalidData(
+                        f"{self._path}: {key} holds text that is none; write it again"
+                    )
             if header.is_fortran:
                 return values.reshape(header.shape[::-1]).T
             return values.reshape(header.shape)
@@ -131,19 +146,22 @@ class Archive(Mapping[str, NDArray[Any]]):
         try:
             with self._file.open(member) as stream:
                 header = _header(stream)
-                if header.dtype.hasobject:
-                    raise InvalidData(f"{name} holds Python objects, expected numbers or text")
+                if header.dtype.kind not in PLAIN_KINDS:
+                    raise InvalidData(
+                        f"{name} holds Python objects or records, expected numbers or text"
+                    )
                 compressed = member.compress_type == zipfile.ZIP_DEFLATED
                 shape = (*header.shape, header.dtype.itemsize)
-                claimed_bytes(name, shape, member.compress_size, compressed=compressed)
+                # The archive's table may lie about a member, but not about the whole file.
+                packed = min(member.compress_size, self._path.stat().st_size)
+                claimed_bytes(name, shape, packed, compressed=compressed)
                 yield stream, header
         except DAMAGE as error:
             raise self._damaged(error) from None
 
     def _damaged(self, error: Exception) -> InvalidData:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         return InvalidData(
-            f"{self._path} cannot be read as .npz ({reason}); expected a file written by "
+            f"{self._path} cannot be read as .npz ({one_line(error)}); expected a file written by "
             "numpy.savez without objects; write it again"
         )
 
@@ -151,5 +169,8 @@ class Archive(Mapping[str, NDArray[Any]]):
 def _header(stream: IO[bytes]) -> _Header:
     is_old = npy.read_magic(stream) == (1, 0)
     read = npy.read_array_header_1_0 if is_old else npy.read_array_header_2_0
-    shape, is_fortran, dtype = read(stream)
+    try:
+        shape, is_fortran, dtype = read(stream)
+    except Exception as error:  # it is parsed as Python, which fails in many ways
+        raise ValueError(one_line(error)) from None
     return _Header(shape, dtype, is_fortran)

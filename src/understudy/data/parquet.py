@@ -5,7 +5,6 @@ One file, or a folder of them: files whose names start with `test` are the test 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +15,12 @@ import numpy as np
 from understudy.data.decode import ImageFile, decode_images
 from understudy.data.images import LabelledImages, labelled_images
 from understudy.data.reading import Pointer, Reading
-from understudy.data.storage import in_order, regular
+from understudy.data.storage import DEFLATE_RATIO, in_order, regular
 from understudy.data.tables import units_at, values_at
 from understudy.errors import InvalidData
+from understudy.files import parse_json
 from understudy.progress import Progress
+from understudy.text import one_line
 
 ROWS_AT_ONCE = 64
 IMAGE_COLUMNS = ("image", "img")
@@ -109,21 +110,26 @@ class _Table:
             raise InvalidData(
                 f"reading {path.name} needs pyarrow; install it: pip install 'understudy[parquet]'"
             ) from None
-        regular(path)
+        size = regular(path).stat().st_size
         try:
-            file = parquet.ParquetFile(path)
+            about = parquet.read_metadata(path)
+            texts = [leaf.path for leaf in _leaves(about) if leaf.physical_type == "BYTE_ARRAY"]
+            # As dictionaries: a text that a few bytes repeat a million times is kept once.
+            file = parquet.ParquetFile(path, metadata=about, read_dictionary=texts)
         except Exception as error:  # pyarrow's errors have no common base of their own
             raise _damaged(path, error) from None
-        table = cls(path, file)
+        groups = [about.row_group(n) for n in range(about.num_row_groups)]
+        claimed = max(about.num_rows, sum(g.total_byte_size for g in groups) // DEFLATE_RATIO)
         # A row holds an encoded image, which no encoding brings below one byte.
-        if table.rows > path.stat().st_size:
+        if claimed > size:
             raise InvalidData(
-                f"{path} says that it holds {table.rows} images, but is {path.stat().st_size} "
-                "bytes long; it is damaged; copy it again"
+                f"{path} says that it holds {about.num_rows} images and unpacks to "
+                f"{sum(g.total_byte_size for g in groups)} bytes, but is {size} bytes long; it is "
+                "damaged; copy it again"
             )
-        if table.rows == 0:
+        if about.num_rows == 0:
             raise InvalidData(f"{path} holds no rows; expected one per image")
-        return table
+        return cls(path, file)
 
     @property
     def rows(self) -> int:
@@ -136,37 +142,30 @@ class _Table:
                 f"{self.path} has no column '{name}' (found: "
                 f"{', '.join(self.file.schema_arrow.names)}); name one with --labels or --unit"
             )
-        return [value for column in self._batches(name) for value in column.to_pylist()]
+        return list(self._cells(name))
 
     def image_names(self) -> list[str | None]:
         """Return the path that each image came from, None where the table does not say."""
         column = self._image_column()
-        if "path" not in _fields(self.file.schema_arrow.field(column).type):
+        if "path" not in self._fields(column):
             return [None] * self.rows
-        return [
-            str(path) if path else None
-            for part in self._batches(f"{column}.path")
-            for path in part.field(0).to_pylist()
-        ]
+        return [str(path) if path else None for path in self._cells(column, "path")]
 
     def images(self) -> Iterator[ImageFile]:
         """Yield the encoded images."""
         column = self._image_column()
-        row = 0
-        for part in self._batches(column):
-            for value in part.to_pylist():
-                content = value.get("bytes") if isinstance(value, dict) else value
-                name = f"{self.path}, row {row}"
-                yield ImageFile(name, content if isinstance(content, bytes) else b"")
-                row += 1
+        field = "bytes" if "bytes" in self._fields(column) else None
+        for row, content in enumerate(self._cells(column, field)):
+            name = f"{self.path}, row {row}"
+            yield ImageFile(name, content if isinstance(content, bytes) else b"")
 
     def class_names(self, column: str) -> list[str] | None:
         """Return the names that `datasets` keeps beside the schema, if there are any."""
         kept = (self.file.schema_arrow.metadata or {}).get(b"huggingface", b"")
         try:
-            feature = json.loads(kept)["info"]["features"][column]
+            feature = parse_json(kept)["info"]["features"][column]
             return [str(name) for name in feature["names"]]
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError, IndexError):
             return None
 
     def _image_column(self) -> str:
@@ -179,19 +178,41 @@ class _Table:
             )
         return found[0]
 
-    def _batches(self, column: str) -> Iterator[Any]:
+    def _fields(self, column: str) -> list[str]:
+        """Return the names of the fields of a struct, none for other types."""
+        kind = self.file.schema_arrow.field(column).type
+        return [kind.field(n).name for n in range(kind.num_fields)]
+
+    def _cells(self, column: str, field: str | None = None) -> Iterator[Any]:
+        """Yield a column, or one field of a struct, cell by cell."""
+        wanted = f"{column}.{field}" if field else column
         try:
-            for batch in self.file.iter_batches(ROWS_AT_ONCE, columns=[column]):
-                yield batch.column(0)
+            for batch in self.file.iter_batches(ROWS_AT_ONCE, columns=[wanted]):
+                found = batch.column(0)
+                yield from _listed(found.flatten()[0] if field else found)
+        except InvalidData:
+            raise
         except Exception as error:  # again anything at all
             raise _damaged(self.path, error) from None
 
 
-def _fields(kind: Any) -> list[str]:
-    """Return the names of the fields of a struct, none for other types."""
-    return [kind.field(n).name for n in range(kind.num_fields)]
+def _listed(cells: Any) -> list[Any]:
+    """Return an array as Python values; what a dictionary repeats is one object."""
+    from pyarrow import types
+
+    if types.is_dictionary(cells.type):
+        values = cells.dictionary.to_pylist()
+        return [None if place is None else values[place] for place in cells.indices.to_pylist()]
+    if types.is_nested(cells.type):
+        raise InvalidData(
+            f"a column holds {cells.type}, expected one value in each cell; name another"
+        )
+    return list(cells.to_pylist())
+
+
+def _leaves(about: Any) -> Iterator[Any]:
+    return (about.schema.column(n) for n in range(about.num_columns))
 
 
 def _damaged(path: Path, error: Exception) -> InvalidData:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return InvalidData(f"{path} cannot be read as parquet ({reason}); copy it again")
+    return InvalidData(f"{path} cannot be read as parquet ({one_line(error)}); copy it again")

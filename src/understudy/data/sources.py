@@ -17,9 +17,10 @@ from understudy.data.images import LabelledImages, part_of
 from understudy.data.mosaic import is_mosaic, read_mosaic
 from understudy.data.npz import read_npz
 from understudy.data.parquet import is_parquet, read_parquet
-from understudy.data.reading import RECORD, Reading, printable
+from understudy.data.reading import RECORD, Reading
 from understudy.errors import InvalidData
 from understudy.progress import Progress
+from understudy.text import one_line
 
 
 def read_source(
@@ -46,12 +47,14 @@ def _read_whole(source: str | Path, how: Reading, report: Progress) -> LabelledI
     try:
         data = read_path(Path(source), how, report)
     except OSError as error:
-        where = printable(str(error.filename or source))
-        raise InvalidData(f"{where} cannot be read ({error.strerror}); check it") from None
-    except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        raise InvalidData(
+            f"{error.filename or source} cannot be read ({error.strerror}); check it"
+        ) from None
+    except (ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         # A damaged file that no reader foresaw: still one line for the user.
-        reason = printable((str(error) or type(error).__name__).splitlines()[0])
-        raise InvalidData(f"{source} cannot be read ({reason}); it may be damaged") from error
+        raise InvalidData(
+            f"{source} cannot be read ({one_line(error)}); it may be damaged"
+        ) from error
     if data.skipped:
         report.say(
             f"{len(data.skipped)} images could not be read and are left out, the first "

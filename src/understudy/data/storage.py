@@ -89,6 +89,6 @@ def in_order(paths: Iterable[Path]) -> list[Path]:
 
     def key(path: Path) -> list[tuple[int, int | str]]:
         parts = re.split(r"([0-9]+)", path.as_posix())
-        return [(1, int(part)) if part.isdigit() else (0, part) for part in parts if part]
+        return [(1, int(part)) if part[0] in "0123456789" else (0, part) for part in parts if part]
 
     return sorted(paths, key=key)

@@ -14,6 +14,7 @@ from typing import Any
 from understudy.data.reading import Pointer, printable
 from understudy.data.storage import regular
 from understudy.errors import InvalidData
+from understudy.text import LONGEST_NAME, is_name
 
 FILE_COLUMNS = ("file", "filename", "file_name", "image", "path")
 
@@ -126,8 +127,8 @@ def values_at(
         if value is None:
             image = f"image {position}" if isinstance(images, int) else printable(images[position])
             raise InvalidData(
-                f"{image} has no usable '{name}' (found {cells[position]!r}), expected text or a "
-                "whole number; fill it in, or remove the image"
+                f"{image} has no usable '{name}' (found {cells[position]!r:.60}), expected up "
+                f"to {LONGEST_NAME} characters or a whole number; fill it in, or remove the image"
             )
     numbers_only = all(isinstance(value, int) for value in plain)
     return name, plain if numbers_only else [str(value) for value in plain]
@@ -162,7 +163,7 @@ def _plain(value: object) -> int | str | None:
         value = value.decode("utf-8", "replace")
     if isinstance(value, str):
         text = value.strip()
-        return text if text and text.isprintable() else None
+        return text if is_name(text) else None
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float) and value.is_integer():

@@ -261,6 +261,7 @@ class Evaluation:
             "epochs": self._recipe(train).sgd.epochs,
             "soft_labels": train.soft_labels is not None,
         }
+        options |= {} if asked.augment else {"augment": False}
         return options | ({"width": asked.width} if model == "convnet" else {})
 
     def _recipe(self, train: TrainingSet) -> Recipe:

@@ -118,6 +118,8 @@ class Asked:
     """Train on so many images of each class."""
     soft_labels: bool = True
     """Train networks on the set's probabilities of classes, where it has them."""
+    augment: bool = True
+    """Change images at random while networks train on them, where the protocol does."""
     ceiling: bool = False
     """Train on the real training records as well, to see what the best set could reach."""
     missing: bool = False
@@ -186,7 +188,8 @@ class Asked:
         recipe = self._protocol.recipe
         if recipe is None:  # refused when it was asked for
             raise InvalidSettings(f"the protocol '{self.name}' trains no networks")
-        return recipe(channels == 1, per_class).with_epochs(self.epochs)
+        usual = recipe(channels == 1, per_class).with_epochs(self.epochs)
+        return replace(usual, augment=usual.augment and self.augment)
 
     def seeds_of(self, model: str) -> int:
         """Return how often a model is trained: once if no seed changes it."""

@@ -51,10 +51,12 @@ def tensor_of(array: Any) -> Tensor:
     kind, shape, data = array.dtype, tuple(array.shape), array.data
     if array.stype != RAW or kind not in _TYPES:
         raise RoundDeclined(
-            f"an array came as {kind} by {array.stype}, expected float32 or int64 by {RAW}"
+            f"an array came as {kind!s:.40} by {array.stype!s:.40}, expected float32 or "
+            f"int64 by {RAW}"
         )
     dtype = _TYPES[kind]
-    if len(shape) > MOST_DIMENSIONS or any(side < 0 for side in shape):
+    reach = math.prod(side for side in shape if side)  # strides count also where nothing lies
+    if len(shape) > MOST_DIMENSIONS or min(shape, default=0) < 0 or reach > 2**60:
         raise RoundDeclined(f"an array has shape {shape}, which is none")
     wanted = math.prod(shape) * dtype.itemsize
     if len(data) != wanted or wanted > MOST_BYTES:

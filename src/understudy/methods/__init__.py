@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 METHODS = {
     "psg": "understudy.methods.psg:PSG",
+    "rehearsal": "understudy.methods.rehearsal:Rehearsal",
     "dp-merf": "understudy.methods.dp_merf:DPMERF",
     "dp-hp": "understudy.methods.dp_hp:DPHP",
     "dp-mepf": "understudy.methods.dp_mepf:DPMEPF",
@@ -19,6 +20,10 @@ METHODS = {
     "g-pate": "understudy.methods.g_pate:GPATE",
     "pate-gan": "understudy.methods.pate_gan:PATEGAN",
     "gs-wgan": "understudy.methods.gs_wgan:GSWGAN",
+    "dpdm": "understudy.methods.dpdm:DPDM",
+    "dp-gan": "understudy.methods.dp_gan:DPGAN",
+    "dp-cgan": "understudy.methods.dp_gan:DPCGAN",
+    "dp-sinkhorn": "understudy.methods.dp_sinkhorn:DPSinkhorn",
     "dp-sgd": "understudy.methods.dp_sgd:DPSGD",
 }
 OF_CLASSIFIERS = frozenset({"dp-sgd"})

@@ -40,6 +40,7 @@ from understudy.progress import Progress
 from understudy.provenance import PublicInput
 from understudy.runs import CLASSIFIER_FILE, classifier_file
 from understudy.seeds import public_generator
+from understudy.training.average import averaged, decay_at
 from understudy.training.sgd import RecordLoss
 
 NETWORK = "convnet"
@@ -75,14 +76,6 @@ class DPSGDConfig:
     def lr_at(self, step: int) -> float:
         """Return the learning rate at `step`."""
         return self.lr * (1 - (1 - self.lr_end) * step / self.steps)
-
-    def decay_at(self, step: int) -> float:
-        """Return how much of the average is kept at `step`: less of its first, poor values.
-
-        >>> [DPSGDConfig(average=0.9).decay_at(step) for step in (0, 8, 1000)]
-        [0.1, 0.5, 0.9]
-        """
-        return min(self.average, (1 + step) / (10 + step))
 
 
 def _paper(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,8 +122,7 @@ class NoisyStep:
         params, velocity, average = state
         velocity = {n: self.momentum * velocity[n] + slope for n, slope in slopes.items()}
         params = {n: weight - lr * velocity[n] for n, weight in params.items()}
-        average = {n: params[n] + decay * (mean - params[n]) for n, mean in average.items()}
-        return params, velocity, average
+        return params, velocity, averaged(average, params, decay)
 
 
 @dataclass(frozen=True)
@@ -247,7 +239,7 @@ class DPSGD:
             slopes = curator.gradient(loss, state[0], clip_norm=config.clip_norm)
             lr, decay = (
                 torch.full((), value, device=engine.device)
-                for value in (config.lr_at(step), config.decay_at(step))
+                for value in (config.lr_at(step), decay_at(step, most=config.average))
             )
             state = engine.run(step_forward, state, slopes, lr, decay)
             so_far = partial(_with_average, first, state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from understudy.progress import Progress
 from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
-from understudy.training.adam import Adam
+from understudy.training.adam import Adam, AdamState
 
 State = tuple[Any, ...]
 """Parameters first, then what the optimiser remembers: tensors, nested."""
@@ -76,6 +76,44 @@ class DistanceStep:
         images = self.network(leaves, codes, labels)
         slopes = torch.autograd.grad(self.distance(images, labels, known), list(leaves.values()))
         return self.adam.step(params, dict(zip(leaves, slopes, strict=True)), moments, lr)
+
+
+class AdvisedState(NamedTuple):
+    """What an advised generator is: made of releases alone."""
+
+    params: Params
+    moments: AdamState
+    average: Params
+    """Moving average of the parameters: what is released."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvisedStep:
+    """A step of Adam by the chain rule, from a gradient by images that was released."""
+
+    network: GeneratorNetwork
+    lr: float
+    ema: float
+    """How much of the average stays, each step; less at first."""
+    adam: Adam = ADAM
+
+    def start(self, params: Params) -> AdvisedState:
+        """Return a generator that has learned nothing."""
+        return AdvisedState(params, self.adam.start(params), copied(params))
+
+    def __call__(
+        self, state: AdvisedState, codes: Tensor, labels: Tensor, advice: Tensor
+    ) -> AdvisedState:
+        """Move the parameters so that the images of these codes go against `advice`."""
+        leaves = {name: weight.detach().requires_grad_() for name, weight in state.params.items()}
+        images = self.network(leaves, codes, labels)
+        slopes = torch.autograd.grad(images, list(leaves.values()), advice)
+        by_name = dict(zip(leaves, slopes, strict=True))
+        lr = torch.full((), self.lr, device=codes.device)
+        params, moments = self.adam.step(state.params, by_name, state.moments, lr)
+        kept = (1 - 1 / moments.steps).clamp(max=self.ema)
+        average = {n: torch.lerp(params[n], old, kept) for n, old in state.average.items()}
+        return AdvisedState(params, moments, average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +226,8 @@ class GeneratorFit:
         network, facts = self.step.network, self.facts
         statistics = network.statistics(params, public_generator(self.seed, "statistics"))
         released = Generator(network, params, statistics, self.shares)
-        images, labels = released.sample(images_per_class * facts.classes, seed=self.seed)
-        return SyntheticSet(images, labels, facts.class_names, generator=released)
+        count = images_per_class * facts.classes
+        return released.drawn(facts.class_names, count, seed=self.seed)
 
 
 def leaves_of(state: Any) -> Params:

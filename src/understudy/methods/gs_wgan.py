@@ -23,7 +23,7 @@ from torch.func import grad
 from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import filled, leaves_of
+from understudy.methods.fitting import AdvisedState, AdvisedStep, filled, leaves_of
 from understudy.methods.method import (
     Preset,
     check_at_least_one,
@@ -114,15 +114,6 @@ class CriticState(NamedTuple):
     params: Params
     directions: Params
     moments: AdamState
-
-
-class GeneratorState(NamedTuple):
-    """What the generator is: made of releases alone."""
-
-    params: Params
-    moments: AdamState
-    average: Params
-    """Moving average of the parameters: what is released."""
 
 
 class EnsembleCritics:
@@ -236,6 +227,7 @@ class GSWGAN:
         self.network = PixelNormGenerator(
             facts.shape, facts.classes, code=config.code, width=config.width
         )
+        self.follow = AdvisedStep(network=self.network, lr=config.lr, ema=config.ema, adam=ADAM)
 
     def plan(self) -> Plan:
         """One `sample_gradient` for each step."""
@@ -265,31 +257,25 @@ class GSWGAN:
             curator.checkpoint(step + 1, {"state": leaves_of(state)}, partial(self.drawn, state))
         return self.drawn(state)
 
-    def start(self, device: torch.device) -> GeneratorState:
+    def start(self, device: torch.device) -> AdvisedState:
         """Return a generator that has learned nothing."""
         params = moved(self.network.init(public_generator(self.seed, "network")), device)
-        return GeneratorState(params, ADAM.start(params), params)
+        return self.follow.start(params)
 
-    def warm_up(self, critics: Critics, state: GeneratorState) -> None:
+    def warm_up(self, critics: Critics, state: AdvisedState) -> None:
         """Let critics learn before they are asked, which costs nothing."""
         for turn in range(self.config.warm_up):
             critics.advance(*self._warm_up_batch(state.params, turn), turn)
 
-    def turn(self, critics: Critics, state: GeneratorState, step: int) -> GeneratorState:
+    def turn(self, critics: Critics, state: AdvisedState, step: int) -> AdvisedState:
         """Let the critics learn, ask them, and follow their advice."""
-        config, (params, moments, average) = self.config, state
-        device = next(iter(params.values())).device
+        device = next(iter(state.params.values())).device
         codes, labels = self._batch(device, "codes", step)
-        leaves = {name: weight.detach().requires_grad_() for name, weight in params.items()}
-        images = self.network(leaves, codes, labels)
-        critics.advance(images.detach(), labels, config.warm_up + step)
-        advice = critics.gradient(images.detach(), labels)
-        slopes = torch.autograd.grad(images, list(leaves.values()), -advice)  # scores go up
-        lr = torch.full((), config.lr, device=device)
-        params, moments = ADAM.step(params, dict(zip(leaves, slopes, strict=True)), moments, lr)
-        kept = min(config.ema, 1 - 1 / (step + 1))
-        average = {name: torch.lerp(params[name], old, kept) for name, old in average.items()}
-        return GeneratorState(params, moments, average)
+        with torch.no_grad():
+            images = self.network(state.params, codes, labels)
+        critics.advance(images, labels, self.config.warm_up + step)
+        advice = critics.gradient(images, labels)
+        return self.follow(state, codes, labels, -advice)  # scores go up
 
     def _batch(self, device: torch.device, purpose: str, step: int) -> tuple[Tensor, Tensor]:
         """Return codes and labels of a step; classes take turns."""
@@ -306,7 +292,7 @@ class GSWGAN:
         noise = torch.rand((self.config.batch, *self.facts.shape), generator=drawn).to(device)
         return torch.lerp(self.network(params, codes, labels), noise, NOISE_KEPT), labels
 
-    def drawn(self, state: GeneratorState) -> SyntheticSet:
+    def drawn(self, state: AdvisedState) -> SyntheticSet:
         """Draw the set from the average generator, and keep that with it."""
         released = Generator(self.network, state.average, statistics={})
         count = self.config.images_per_class

@@ -20,6 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from understudy.nets.class_norm import ClassNormBlocks
 from understudy.nets.modules import Shape, Sum, beside, draw, skeleton, xavier_bound
 from understudy.nets.params import Params, per_channel
 
@@ -108,6 +109,10 @@ class GeneratorNetwork(ABC):
             torch.func.functional_call(module, (params, kept), (inputs,))
         return {name: values for name, values in kept.items() if values.ndim}  # without the counts
 
+    def opinions(self, params: Params, images: Tensor) -> Tensor | None:
+        """Return what it thinks of images: probabilities of classes, if it can tell."""
+        return None
+
     def _inputs(self, codes: Tensor, labels: Tensor | None) -> Tensor:
         if not self.classes or labels is None:
             return codes
@@ -160,12 +165,15 @@ class DenseGenerator(GeneratorNetwork):
     """The generator of DP-HP: linear layers alone."""
 
     hidden: tuple[int, ...] = (500, 500)
+    norm: bool = True
+    """Whether hidden layers are normalised over the batch."""
 
     def build(self, keeps: bool = False) -> nn.Module:
         """Build the module from one-hot class and code to image."""
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise((self._features, *self.hidden)):
-            layers += [nn.Linear(inputs, outputs), batch_norm(outputs, keeps), nn.ReLU()]
+            norm = [batch_norm(outputs, keeps)] if self.norm else []
+            layers += [nn.Linear(inputs, outputs), *norm, nn.ReLU()]
         last = nn.Linear((self._features, *self.hidden)[-1], math.prod(self.shape))
         return nn.Sequential(*layers, last, nn.Unflatten(1, self.shape), nn.Sigmoid())
 
@@ -255,6 +263,30 @@ def _doubled(inputs: int, outputs: int) -> nn.Module:
 
 
 @dataclass(frozen=True)
+class TransposedGenerator(GeneratorNetwork):
+    """The generator of DP-Sinkhorn for 28 px: transposed convolutions, the last two doubling."""
+
+    code: int = 16
+    width: int = 64
+    """Channels of the last maps; the first have four times as many."""
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        sides = (-(-self.shape[1] // 4), -(-self.shape[2] // 4))
+        wide, middle, narrow = 4 * self.width, 2 * self.width, self.width
+        convolutions = [
+            nn.ConvTranspose2d(self._features, wide, sides, bias=False),
+            nn.ConvTranspose2d(wide, middle, 4, 2, 1, bias=False),
+            nn.ConvTranspose2d(middle, narrow, 4, 2, 1, bias=False),
+        ]
+        layers: list[nn.Module] = [nn.Unflatten(1, (self._features, 1, 1))]
+        for layer in convolutions:
+            layers += [layer, maps_norm(layer.out_channels, keeps), nn.LeakyReLU(0.2)]
+        layers += [nn.Conv2d(narrow, self.shape[0], 3, padding=1), nn.Tanh(), BlackToWhite()]
+        return self._cropped(layers, (4 * sides[0], 4 * sides[1]))
+
+
+@dataclass(frozen=True)
 class PixelNormGenerator(GeneratorNetwork):
     """A generator like the small one of GS-WGAN: a linear layer, then doublings and convolutions.
 
@@ -321,6 +353,31 @@ class DCGANGenerator(GeneratorNetwork):
         return self._cropped([*layers[:-2], last], (height * 2**doublings, width * 2**doublings))
 
 
+@dataclass(frozen=True)
+class ClassNormGenerator(GeneratorNetwork):
+    """Residual blocks whose norms have a scale and a shift for each class, as BigGAN's do.
+
+    The code alone makes the first maps. Norms are of groups of one image's channels, so an image
+    never depends on its batch.
+    """
+
+    code: int = 60
+    width: int = 32
+    """Channels of the last maps; each block has half the channels of the one before."""
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw fresh parameters: Xavier's uniform weights, PyTorch's default biases."""
+        return draw(skeleton(self), generator, bound=xavier_bound)
+
+    def build(self, keeps: bool = False) -> nn.Module:
+        """Build the module from one-hot class and code to image."""
+        blocks = max(1, math.ceil(math.log2(max(self.shape[1:]) / FIRST_MAP)))
+        height, width = (-(-side // 2**blocks) for side in self.shape[1:])
+        channels = [self.width * 2**number for number in range(blocks, -1, -1)]
+        layers = ClassNormBlocks(self.classes, self.code, channels, (height, width), self.shape[0])
+        return self._cropped([layers], (height * 2**blocks, width * 2**blocks))
+
+
 def batch_norm(features: int, keeps: bool) -> nn.Module:
     """Normalise features over a batch; statistics that are kept are averages over all batches."""
     return nn.BatchNorm1d(features, momentum=None, track_running_stats=keeps)
@@ -384,11 +441,13 @@ class BlackToWhite(nn.Module):
 
 
 GENERATORS: dict[str, type[GeneratorNetwork]] = {
+    "class-norm": ClassNormGenerator,
     "conv": ConvGenerator,
     "dcgan": DCGANGenerator,
     "deconv": DeconvGenerator,
     "dense": DenseGenerator,
     "pixel-norm": PixelNormGenerator,
     "resnet": ResnetGenerator,
+    "transposed": TransposedGenerator,
 }
 """Name -> network; the names stand in files."""

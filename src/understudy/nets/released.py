@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import safetensors
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -22,26 +21,32 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from understudy.errors import InvalidData, InvalidSettings
+from understudy.files import parse_json, read_whole
 from understudy.nets.classifiers import NETWORKS, ModuleNetwork, classifier
+from understudy.nets.diffusion import DiffusionGenerator
 from understudy.nets.generators import GENERATORS, GeneratorNetwork
 from understudy.nets.modules import Shape, skeleton
 from understudy.nets.params import Network, Params, parameter_count, per_channel
+from understudy.nets.rehearsed import RehearsedGenerator
 from understudy.seeds import public_generator
-from understudy.synthetic import SyntheticSet, from_whole_bytes, metadata
+from understudy.synthetic import UNREADABLE, SyntheticSet, from_whole_bytes, metadata
+from understudy.text import is_name
 
 FORMAT = 1
 CHUNK = 250
 """Images that are drawn at once."""
 NAMED_AT_ONCE = 1000
 """Images that are classified at once."""
-UNREADABLE = (
-    AttributeError, KeyError, TypeError, ValueError, RuntimeError, safetensors.SafetensorError,
-)  # fmt: skip
-"""What reading a garbled file may raise."""
 SUM_TOLERANCE = 1e-6
 """How far shares of classes may be from adding up to 1."""
 
 Released = TypeVar("Released")
+DRAWING: dict[str, type[GeneratorNetwork]] = {
+    **GENERATORS,
+    "diffusion": DiffusionGenerator,
+    "rehearsed": RehearsedGenerator,
+}
+"""Name -> network that images can be drawn from; the names stand in files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +103,38 @@ class Generator:
             drawn.append((images.clamp(0, 1) * 255).round().byte().cpu())
         return from_whole_bytes(torch.cat(drawn)), labels
 
+    @torch.no_grad()
+    def drawn(
+        self,
+        class_names: tuple[str, ...],
+        count: int | None = None,
+        *,
+        seed: int,
+        per_class: int | None = None,
+    ) -> SyntheticSet:
+        """Draw a set. Where the network has opinions on images, these label it, softly and hard.
+
+        Args:
+            class_names: of the classes.
+            count: how many images in all, or
+            seed: public.
+            per_class: how many of each class that images are drawn as.
+        """
+        images, labels = self.sample(count, seed=seed, per_class=per_class)
+        soft = self._opinions(images)
+        if soft is not None:
+            labels = soft.argmax(1)
+        return SyntheticSet(images, labels, class_names, soft, generator=self)
+
+    def _opinions(self, images: Tensor) -> Tensor | None:
+        device, found = next(iter(self.params.values())).device, []
+        for part in torch.split(images, NAMED_AT_ONCE):
+            said = self.network.opinions(self.params, part.to(device))
+            if said is None:
+                return None
+            found.append(said.cpu())
+        return torch.cat(found)
+
     def _labels(self, count: int | None, per_class: int | None) -> Tensor:
         classes = self.network.classes
         if (count is None) == (per_class is None):
@@ -126,7 +163,7 @@ class Generator:
 
     def to_bytes(self) -> bytes:
         """Serialise as safetensors; the network's description stands in the header."""
-        name = next(n for n, kind in GENERATORS.items() if type(self.network) is kind)
+        name = next(n for n, kind in DRAWING.items() if type(self.network) is kind)
         about = {
             "format": FORMAT,
             "network": name,
@@ -262,6 +299,8 @@ class Classifier:
         with _reading("classifier"):
             about, tensors = _parts("classifier", content)
             made = cls(**{name: _value(about[name]) for name in DESCRIPTION}, params=tensors)
+            if not all(map(is_name, made.class_names)):
+                raise ValueError("a class whose name cannot be printed")
             _compare("", _sizes(made.network), tensors)
             return made
 
@@ -312,7 +351,7 @@ def _reading(what: str) -> Iterator[None]:
 def _parts(what: str, content: bytes) -> tuple[dict[str, Any], Params]:
     """Return the description in the header of a file, and its tensors."""
     tensors = load_tensors(content)
-    about: dict[str, Any] = json.loads(metadata(content)[what])
+    about: dict[str, Any] = parse_json(metadata(content)[what])
     if about["format"] > FORMAT:
         raise InvalidData(
             f"the {what}'s file has format {about['format']}, this version of understudy reads "
@@ -325,7 +364,7 @@ def _parts(what: str, content: bytes) -> tuple[dict[str, Any], Params]:
 
 def _loaded(read: Callable[[bytes], Released], path: Path) -> Released:
     try:
-        return read(path.read_bytes())
+        return read(read_whole(path))
     except (OSError, InvalidData) as error:
         raise InvalidData(f"{path}: {error}") from error
 
@@ -335,13 +374,13 @@ def _value(value: Any) -> Any:
 
 
 def _network(about: dict[str, Any]) -> GeneratorNetwork:
-    if about["network"] not in GENERATORS:
+    if about["network"] not in DRAWING:
         raise InvalidData(
             f"the generator's network is '{about['network']}', this version of understudy has "
-            f"{', '.join(GENERATORS)}; use a newer version"
+            f"{', '.join(DRAWING)}; use a newer version"
         )
     config: dict[str, Any] = {key: _value(value) for key, value in about["config"].items()}
-    return GENERATORS[about["network"]](**config)
+    return DRAWING[about["network"]](**config)
 
 
 def _check(network: GeneratorNetwork, groups: dict[str, Params]) -> None:

@@ -2,7 +2,9 @@
 
 Every mechanism here is a Gaussian on a bounded sum, either over all units or over a Poisson sample
 of them. Under the zero-out relation its dominating pair is that of add/remove: N(0, z^2) against (1
-- q) N(0, z^2) + q N(1, z^2), in both orders, so dp_accounting's ADD_OR_REMOVE_ONE applies.
+- q) N(0, z^2) + q N(1, z^2), in both orders, so dp_accounting's ADD_OR_REMOVE_ONE applies. So it
+does to a bounded function of the whole sample, which is no sum, with a sensitivity of twice the
+bound: `releases/batch_gradient.py` says why.
 
 In a Poisson sample of members of an ensemble nobody's part vanishes: one member's answer becomes
 another. There the pair is that of replacement, (1 - q) N(0, z^2) + q N(1/2, z^2) against (1 - q)
@@ -49,10 +51,13 @@ TAIL_SHARES = (1e-6, 1e-3, 1e-1)
 """Shares of delta tried for the sampler's tail, smallest first."""
 FILTER_TAIL_SHARE = 0.1
 """Share of a data set's delta that the tails of all its runs together may take."""
-INTERVAL, COARSE_INTERVAL = 1e-4, 1e-3
+FINEST_INTERVAL, WIDEST_INTERVAL, COARSER = 1e-4, 1e-3, 10
+"""Discretisations of privacy losses: the least, the largest, and that of a first look."""
 LARGEST_LOG_MULTIPLIER = 14.0
 QUADRATURE_REACH, MOST_POINTS, ROUNDED_UP = 12.0, 10**7, 1e-12
 """Standard deviations beyond the outermost peaks, points, and what is added to a divergence."""
+LARGEST_EPSILON, LEAST_DELTA, LEAST_MULTIPLIER = 1000.0, 1e-10, 0.05
+"""Beyond these an epsilon is not computed for a plan that came from elsewhere."""
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
@@ -171,13 +176,40 @@ def replaced_divergence(rate: float, noise_multiplier: float, order: float) -> f
     return float(min(unsampled, max(0.0, log_integral) / (order - 1) + ROUNDED_UP))
 
 
+def fine_interval(plan: Plan) -> float:
+    """Return a discretisation of privacy losses that costs about 1e-4 of epsilon, or less.
+
+    What it costs grows with the number of releases and the square of the interval; what it takes
+    to compute is inverse to the interval.
+    """
+    return min(WIDEST_INTERVAL, max(FINEST_INTERVAL, math.sqrt(1e-3 / plan.total)))
+
+
+def check_cost(plan: Plan, noise_multiplier: float) -> None:
+    """Refuse a plan from elsewhere whose privacy losses would take hours, or all memory.
+
+    They are laid out on a grid that is longer the less noise there is, and the larger epsilon. A
+    Rényi bound, which is above epsilon, takes a moment. Plans worth certifying are far from either
+    limit.
+    """
+    gaussians = _gaussians(plan, noise_multiplier)
+    if _the_only_whole(gaussians) is not None:
+        return
+    least = min(part.multiplier for part in gaussians)
+    if least < LEAST_MULTIPLIER or not _renyi(gaussians).epsilon(LEAST_DELTA) <= LARGEST_EPSILON:
+        raise InvalidSettings(
+            f"with noise multiplier {least:.3g} the plan's epsilon would be above "
+            f"{LARGEST_EPSILON:g}, or next to it; expected a plan with noise"
+        )
+
+
 def epsilon_curve(
     plan: Plan,
     noise_multiplier: float,
     deltas: Sequence[float],
     accountant: Accountant,
     *,
-    interval: float = INTERVAL,
+    interval: float | None = None,
 ) -> list[float]:
     """Return the epsilon of `plan` at each delta, the sampler's tail left out.
 
@@ -186,7 +218,8 @@ def epsilon_curve(
         noise_multiplier: the common one.
         deltas: where to evaluate.
         accountant: how to compose.
-        interval: discretisation of privacy losses; the result is an upper bound with any.
+        interval: discretisation of privacy losses; the result is an upper bound with any. By
+            default one that is fine enough.
     """
     if noise_multiplier == 0:
         return [math.inf] * len(deltas)
@@ -196,7 +229,7 @@ def epsilon_curve(
         return [curve.epsilon(delta) for delta in deltas]
     if (sigma := _the_only_whole(gaussians)) is not None:
         return [float(dp_accounting.get_epsilon_gaussian(sigma, delta)) for delta in deltas]
-    losses = _losses(gaussians, interval)
+    losses = _losses(gaussians, interval or fine_interval(plan))
     return [float(losses.get_epsilon_for_delta(delta)) for delta in deltas]
 
 
@@ -206,7 +239,7 @@ def epsilon_of(
     delta: float,
     accountant: Accountant,
     *,
-    interval: float = INTERVAL,
+    interval: float | None = None,
 ) -> float:
     """Return the epsilon of `plan` at `delta`, the sampler's tail left out."""
     return epsilon_curve(plan, noise_multiplier, [delta], accountant, interval=interval)[0]
@@ -282,7 +315,9 @@ def _search(plan: Plan, budget: Budget, delta: float) -> float:
         return float(dp_accounting.get_sigma_gaussian(budget.epsilon, delta) / whole)
     aim = budget.epsilon - min(EPSILON_TOLERANCE, budget.epsilon / 100) / 2
 
-    def excess(log: float, accountant: Accountant, interval: float = COARSE_INTERVAL) -> float:
+    fine = fine_interval(plan)
+
+    def excess(log: float, accountant: Accountant, interval: float = COARSER * fine) -> float:
         return epsilon_of(plan, math.exp(log), delta, accountant, interval=interval) - aim
 
     def root(low: float, high: float, accountant: Accountant) -> float:
@@ -302,7 +337,7 @@ def _search(plan: Plan, budget: Budget, delta: float) -> float:
     log = root(log - 0.2, log, "pld")
     slope = (excess(log + 0.01, "pld") - excess(log - 0.01, "pld")) / 0.02
     for _ in range(10):
-        gap = excess(log, "pld", INTERVAL)
+        gap = excess(log, "pld", fine)
         if abs(gap) < (budget.epsilon - aim) / 2:
             break
         log -= gap / slope

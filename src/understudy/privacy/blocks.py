@@ -23,10 +23,15 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from understudy.errors import LedgerError
-from understudy.files import make_directory, remove_temporaries, write_file
+from understudy.files import make_directory, parse_json, remove_temporaries, write_file
 from understudy.privacy.ledger import Block, Ledger
+from understudy.text import one_line
 
 MAC_BYTES = 32
+UNREADABLE = (
+    AttributeError, KeyError, TypeError, ValueError, OverflowError, safetensors.SafetensorError,
+)  # fmt: skip
+"""What reading a garbled block may raise."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,22 @@ class Blocks(Counts):
         self._checkpoint_file: Path | None = None
         make_directory(directory, mode=0o700)
         remove_temporaries(directory)
-        for block in ledger.blocks(run_id):
+        known = ledger.blocks(run_id)
+        self._refuse_unknown({self._file(block.number) for block in known})
+        for block in known:
             self._recover(block)
         if self._number and not self._file(self._number - 1).exists():
             raise LedgerError(
                 f"the last committed block is missing from {directory}; put it back, or start a "
                 "new run: this one stays charged"
+            )
+
+    def _refuse_unknown(self, known: set[Path]) -> None:
+        """Refuse results that the ledger does not know of: their releases would be made again."""
+        if unknown := sorted(set(self._directory.glob("*.block")) - known):
+            raise LedgerError(
+                f"the ledger does not know of {unknown[0]}: it is not the ledger of this run, or "
+                "was put back to an older state; name the right one, or start a new run"
             )
 
     def count(self, release: str) -> None:
@@ -170,17 +185,21 @@ class Blocks(Counts):
         length = int.from_bytes(payload[:8], "little")
         try:
             loaded = load_tensors(payload)
-            header = json.loads(json.loads(payload[8 : 8 + length])["__metadata__"]["understudy"])
+            words = parse_json(payload[8 : 8 + length])["__metadata__"]["understudy"]
+            header: dict[str, Any] = parse_json(words)
             tensors = {name: loaded[name] for name in header["names"]}  # in the order committed
             found = (header["run"], header["block"], header["attempt"])
-        except (ValueError, KeyError, safetensors.SafetensorError) as error:
-            raise LedgerError(f"block {block.number} cannot be read ({error})") from error
+            result = BlockResult(
+                str(header["kind"]), int(header["step"]), tensors, dict(header["notes"])
+            )
+            header["releases"] = {str(n): int(c) for n, c in header["releases"].items()}
+        except UNREADABLE as error:
+            raise LedgerError(f"block {block.number} cannot be read ({one_line(error)})") from error
         if found != (self._run_id, block.number, block.attempts):
             raise LedgerError(
                 f"{self._file(block.number)} belongs to another run or attempt; put back the right "
                 "directory, or start a new run: this one stays charged"
             )
-        result = BlockResult(header["kind"], header["step"], tensors, header["notes"])
         return result, header
 
     def _file(self, number: int) -> Path:

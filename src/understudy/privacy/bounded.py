@@ -11,7 +11,7 @@ from torch import Tensor
 
 from understudy.errors import PlanViolation
 from understudy.nets.params import Params
-from understudy.privacy.records import Contribution, Rows
+from understudy.privacy.records import Contribution, Rows, seen
 from understudy.privacy.sampling import Access
 
 GRID_BITS = 20
@@ -77,11 +77,13 @@ def noisy_bounded_sum(
     elif many_times and engine.is_static and records.one_each:
         step = _BoundedSum(contribution, bound)
         for places in records.padded_places(units, access.static_batch):
-            total += _whole(records.sum_in_place(engine, step, inputs or {}, *places), dimension)
+            total += _whole(records.run_in_place(engine, step, inputs or {}, *places), dimension)
     else:
         if by_class is not None:
             contribution = _InClass(contribution, access.classes, tuple(by_class))
-        for rows in records.unit_rows(units, contribution, inputs or {}, dimension=dimension):
+        for rows in records.unit_rows(
+            units, contribution, inputs or {}, dimension=dimension, at_most=access.at_once
+        ):
             total += _whole(clipped_sum(rows, bound), dimension)
     noise_std = access.noise_multiplier * bound
     if access.group.leads:  # once, whatever the number of processes
@@ -108,7 +110,7 @@ class _BoundedSum:
     def __call__(
         self, images: Tensor, labels: Tensor, inputs: Params, places: Tensor, counts: Tensor
     ) -> Tensor:
-        rows = self.contribution(inputs, images[places].float() / 255, labels[places])
+        rows = self.contribution(inputs, seen(images[places]), labels[places])
         return clipped_sum(rows, self.bound, counts)
 
 

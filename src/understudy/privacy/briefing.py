@@ -43,6 +43,8 @@ class Briefing:
     committed: Mapping[str, int]
     results: tuple[BlockResult, ...]
     """Answers of one-shot releases, and the last checkpoint."""
+    secure_noise: bool = False
+    """Whether all processes draw from a cipher."""
 
     def to_bytes(self) -> bytes:
         """Serialise."""
@@ -59,6 +61,7 @@ class Briefing:
                 {"kind": r.kind, "step": r.step, "notes": r.notes, "names": list(r.tensors)}
                 for r in self.results
             ],
+            "secure_noise": self.secure_noise,
         }
         payload = save_tensors(tensors)
         words = json.dumps(header).encode()
@@ -93,6 +96,7 @@ class Briefing:
             units=tensors[UNITS].numpy(),
             committed=header["committed"],
             results=results,
+            secure_noise=header["secure_noise"],
         )
 
     def check(self, data: LabelledImages, plan: Plan) -> None:

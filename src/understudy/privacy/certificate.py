@@ -15,26 +15,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from understudy.errors import VerificationFailed
-from understudy.files import canonical_json, file_digest
+from understudy.errors import InvalidSettings, VerificationFailed
+from understudy.files import canonical_json, file_digest, parse_json, read_whole
 from understudy.privacy.accounting import (
-    COARSE_INTERVAL,
     CURVE_DELTAS,
     EPSILON_TOLERANCE,
     LIBRARY,
+    WIDEST_INTERVAL,
     RenyiFilter,
+    check_cost,
     composed_epsilon,
     epsilon_curve,
     epsilon_of,
 )
 from understudy.privacy.curator import Curator
+from understudy.privacy.form import check_form
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Budget, Plan
 from understudy.privacy.randomness import tail_delta
 from understudy.privacy.registration import Registration
+from understudy.text import one_line
 
 FILE_NAME = "certificate.json"
 FORMAT = 1
+MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ def _guarantee(curator: Curator, budget: Budget, allow_large_delta: bool) -> dic
         ],
         "accountant": budget.accountant,
         "library": LIBRARY,
+        "randomness": curator.generator,
     }
 
 
@@ -180,21 +185,23 @@ def verify(release: Path, *, ledger: Ledger | None = None) -> Verification:
         VerificationFailed: with the first thing that does not hold.
     """
     certificate = read(release / FILE_NAME)
+    _check_files(release, certificate)
     try:
-        _check_files(release, certificate)
         epsilon = _check_epsilon(certificate)
-    except (KeyError, TypeError, ValueError) as error:
-        raise VerificationFailed(f"the certificate lacks or garbles a field ({error!r})") from error
+    except (KeyError, TypeError, ValueError, ArithmeticError, InvalidSettings) as error:
+        raise VerificationFailed(
+            f"the certified plan cannot be computed ({one_line(error)}); get the release again"
+        ) from error
     if ledger is not None:
         _check_origin(certificate, ledger)
     return Verification(certificate, epsilon, len(certificate.content["files"]), ledger is not None)
 
 
 def read(path: Path) -> Certificate:
-    """Read a certificate and check its seal."""
+    """Read a certificate, check its seal, and that it has all fields that one has."""
     try:
-        raw = path.read_bytes()
-        content = json.loads(raw)
+        raw = read_whole(path, most=MOST_BYTES)
+        content = parse_json(raw)
     except OSError as error:
         raise VerificationFailed(
             f"there is no readable certificate in {path.parent} ({error.strerror}); expected a "
@@ -211,9 +218,14 @@ def read(path: Path) -> Certificate:
     if found != FORMAT:
         raise VerificationFailed(f"{path} is not a certificate of format {FORMAT}")
     unsealed = {key: value for key, value in content.items() if key != "seal"}
-    expected = hashlib.sha256(canonical_json(unsealed)).hexdigest()
-    if content.get("seal") != expected or canonical_json(content) != raw:
+    try:
+        is_sealed = content.get("seal") == hashlib.sha256(canonical_json(unsealed)).hexdigest()
+        is_intact = is_sealed and canonical_json(content) == raw
+    except (ValueError, RecursionError):  # NaN, half a character: nothing that we write
+        is_intact = False
+    if not is_intact:
         raise VerificationFailed(f"{path} was edited: its seal does not match its content")
+    check_form(content)
     return Certificate(content)
 
 
@@ -225,6 +237,8 @@ def _check_files(release: Path, certificate: Certificate) -> None:
     if unlisted := sorted(present - set(listed) - {FILE_NAME}):
         raise VerificationFailed(f"{unlisted[0]} is in {release} but not certified")
     for name, digest in listed.items():
+        if not (release / name).is_file():  # a pipe would be waited on for ever
+            raise VerificationFailed(f"{name} is not a file; remove it from {release}")
         if file_digest(release / name) != digest:
             raise VerificationFailed(f"{name} is not the file that was certified")
 
@@ -238,6 +252,8 @@ def _check_epsilon(certificate: Certificate) -> float:
     for line in certificate.content["releases"]:
         if line["made"] > line["count"]:
             raise VerificationFailed(f"release {line['name']} was made more often than planned")
+    if guarantee["accountant"] == "pld":
+        check_cost(plan, multiplier)
     split = guarantee["delta_split"]
     if tail_delta(plan, multiplier) > split["sampler_tail"]:
         raise VerificationFailed("the noise sampler's tail exceeds its part of delta")
@@ -286,7 +302,7 @@ def implied_curve(certificate: Certificate, deltas: Sequence[float]) -> list[tup
     tail = guarantee["delta_split"]["sampler_tail"]
     inner = [delta - tail for delta in deltas if delta > tail]
     accountant = guarantee["accountant"]
-    curve = epsilon_curve(plan, multiplier, inner, accountant, interval=COARSE_INTERVAL)
+    curve = epsilon_curve(plan, multiplier, inner, accountant, interval=WIDEST_INTERVAL)
     return [(epsilon, delta + tail) for epsilon, delta in zip(curve, inner, strict=True)]
 
 

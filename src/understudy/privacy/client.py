@@ -263,6 +263,7 @@ class Client(Sealed):
             "noise_multiplier": calibration.noise_multiplier,
             "delta": delta,
             "accountant": calibration.accountant,
+            "randomness": self._access.randomness.generator,
             "rounds_offered": self.offer.rounds,
             "rounds_answered": answered,
             "server_view": {

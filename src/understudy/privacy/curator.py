@@ -27,7 +27,8 @@ from understudy.privacy.gradients import Loss
 from understudy.privacy.group import Group
 from understudy.privacy.plan import OF_ENSEMBLES, Kind, Plan, PublicFacts, joint_bound
 from understudy.privacy.randomness import Randomness
-from understudy.privacy.records import Records
+from understudy.privacy.records import Records, View
+from understudy.privacy.releases.batch_gradient import BatchLoss, batch_gradient
 from understudy.privacy.releases.class_sums import Embedding, class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
@@ -112,6 +113,8 @@ class Curator(Sealed):
         public: Params | None = None,
         *,
         clip_norm: float,
+        at_once: int | None = None,
+        view: View | None = None,
         release: str = "gradient",
     ) -> Params:
         """Return the noisy mean over the expected batch of clipped per-unit gradients of `loss`.
@@ -125,11 +128,38 @@ class Curator(Sealed):
             public: what else it gets, among `params` by names of their own, and no gradient of:
                 what changes from call to call and is the same for all records.
             clip_norm: L2 norm that a unit's gradient is scaled to, at most.
+            at_once: records whose gradients are computed at once, at most, for a loss that needs
+                much memory; the answer is the same but for rounding.
+            view: what the loss gets in place of each image; give the same one at every call.
             release: its name in the plan.
         """
         dimension = sum(tensor.numel() for tensor in params.values())
         access = self._open(release, "gradient", dimension=dimension, bound=clip_norm)
-        return gradient(access, loss, params, public, clip_norm=clip_norm)
+        if at_once is not None:
+            access = replace(access, at_once=min(at_once, access.at_once))
+        return gradient(access, loss, params, public, clip_norm=clip_norm, view=view)
+
+    def batch_gradient(
+        self,
+        loss: BatchLoss,
+        params: Params,
+        public: Params | None = None,
+        *,
+        bound: float,
+        release: str = "batch_gradient",
+    ) -> Params:
+        """Return the noisy gradient of a loss that sees all sampled records together.
+
+        Args:
+            loss: of the whole batch.
+            params: what it is differentiated by.
+            public: what else it gets, among `params` by names of their own, and no gradient of.
+            bound: L2 norm that the gradient by all parameters is scaled to, at most.
+            release: its name in the plan.
+        """
+        dimension = sum(tensor.numel() for tensor in params.values())
+        access = self._open(release, "batch_gradient", dimension=dimension, bound=bound)
+        return batch_gradient(access, loss, params, public, bound=bound)
 
     def class_sums(self, embedding: Embedding, *, release: str = "class_sums") -> dict[str, Tensor]:
         """Return the noisy sums of each block of `embedding`, by its name.
@@ -168,7 +198,7 @@ class Curator(Sealed):
         made = Ensemble(
             self._records, self.facts, state, members=members, at_once=at_once, engine=self.engine
         )
-        if self._has_voted_before:
+        if self._has_voted_before and not self.is_exhausted:  # or nobody will be asked any more
             tensors = self._blocks.checkpoint.tensors if self._blocks.checkpoint else {}
             kept = _tensors_of(tensors, f"{MEMBERS}{len(self._ensembles)}")
             if not kept:
@@ -415,6 +445,11 @@ class Curator(Sealed):
     def has_guarantee(self) -> bool:
         """Whether the answers are private: noise was added, from a secret source."""
         return self.calibration.noise_multiplier > 0 and self._randomness.is_secret
+
+    @property
+    def generator(self) -> str:
+        """What draws batches and noise."""
+        return self._randomness.generator
 
     def epsilon_spent(self) -> float:
         """Bound the epsilon of the committed releases (the whole plan is reserved all the same)."""

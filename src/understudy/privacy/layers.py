@@ -21,9 +21,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 from torch.utils import _pytree as pytree
 
 from understudy.nets.params import Params
+
+LONG = 2
+"""Products in the sum of a convolution's gradient, per channel, that are many for a CPU."""
 
 
 class UnknownUse(Exception):
@@ -59,7 +63,7 @@ class Rule(ABC):
 
 
 class _Conv2d(Rule):
-    """Patches of the input times the output's gradient."""
+    """Patches of the input times the output's gradient, summed over pixels and images."""
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -79,11 +83,17 @@ class _Conv2d(Rule):
         self, slope: Tensor, seen: Tensor, shape: Sequence[int], **options: Any
     ) -> Tensor:
         count, many = seen.shape[:2]
+        if seen.device.type == "cpu" and many * slope[0, 0, 0].numel() >= LONG * shape[1]:
+            # One convolution with a group for each record: no patches, but short sums are slow.
+            seen, slope = (maps.transpose(0, 1).flatten(1, 2) for maps in (seen, slope))
+            sizes = (count * shape[0], *shape[1:])
+            rows = cast(Any, conv2d_weight)(seen, sizes, slope, groups=count, **options)
+            return cast(Tensor, rows.view(count, *shape))
         patches = _patches(seen.flatten(0, 1), shape[2:], **options)  # (n m, l, k k c)
-        slope = slope.flatten(0, 1).movedim(1, -1).flatten(1, 2)  # (n m, l, o)
+        patches = patches.reshape(count, -1, patches.shape[-1])  # (n, m l, k k c)
+        slope = slope.movedim(2, -1).reshape(count, -1, shape[0])  # (n, m l, o)
         rows = torch.bmm(slope.transpose(1, 2), patches)
-        rows = rows.view(count, many, shape[0], *shape[2:], shape[1]).movedim(-1, 3)
-        return rows.sum(1) if many > 1 else rows[:, 0]
+        return rows.view(count, shape[0], *shape[2:], shape[1]).movedim(-1, 2)
 
     def bias_rows(self, slope: Tensor, shape: Sequence[int]) -> Tensor:
         return slope.sum((1, 3, 4))
@@ -144,7 +154,12 @@ class _GroupNorm(Rule):
     def forward(
         self, data: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        normal = F.group_norm(data, options["num_groups"], eps=options["eps"])
+        # `F.group_norm` asks how its input lies in memory, which `vmap` cannot tell while tracing.
+        many, channels, values = *data.shape[:2], math.prod(data.shape[2:])
+        groups, eps = options["num_groups"], options["eps"]
+        normal, *_ = torch.native_group_norm(
+            data.contiguous(), None, None, many, channels, values, groups, eps
+        )
         wide = (-1, *(1,) * (data.ndim - 2))
         output = normal * weight.view(wide)
         return (output if bias is None else output + bias.view(wide)), normal

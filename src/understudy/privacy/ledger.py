@@ -11,65 +11,23 @@ while no block was ever started. States of a block: `started` -> `done`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import hmac
 import json
 import os
-import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy.errors import (
-    AttemptsExhausted,
-    BudgetRefused,
-    LedgerError,
-    RelationMixed,
-    StorageError,
-)
-from understudy.files import home, make_directory
+from understudy.errors import AttemptsExhausted, BudgetRefused, LedgerError, RelationMixed
+from understudy.files import home
+from understudy.privacy.database import Database
 from understudy.privacy.plan import Plan
 
-FORMAT = 3
 MOST_ATTEMPTS = 100
 """Starts of one block, after which the run must be abandoned: it is no chance that kills it."""
-
-SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-CREATE TABLE data_sets (
-  id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, budget INTEGER NOT NULL, digest BLOB NOT NULL,
-  pixels BLOB NOT NULL, source TEXT, facts TEXT NOT NULL, relation TEXT NOT NULL,
-  lineage TEXT NOT NULL, lifetime_epsilon REAL,
-  is_public_benchmark INTEGER NOT NULL, hold_out REAL NOT NULL, secret BLOB NOT NULL,
-  registered REAL NOT NULL) STRICT;
-CREATE TABLE runs (
-  id TEXT PRIMARY KEY, data_set INTEGER NOT NULL REFERENCES data_sets, method TEXT NOT NULL,
-  plan TEXT NOT NULL, noise_multiplier REAL NOT NULL, epsilon REAL, delta REAL NOT NULL,
-  accountant TEXT NOT NULL, delta_tail REAL NOT NULL, divergence REAL, state TEXT NOT NULL,
-  certificate TEXT, reserved REAL NOT NULL) STRICT;
-CREATE TABLE blocks (
-  run TEXT NOT NULL REFERENCES runs, number INTEGER NOT NULL, attempts INTEGER NOT NULL,
-  state TEXT NOT NULL, releases TEXT, digest TEXT, PRIMARY KEY (run, number)) STRICT;
-CREATE TABLE disclosures (
-  id INTEGER PRIMARY KEY, data_set INTEGER REFERENCES data_sets, what TEXT NOT NULL,
-  purpose TEXT NOT NULL, disclosed REAL NOT NULL) STRICT;
-"""
-IMAGES_SCHEMA = """
-CREATE TABLE images (
-  tag BLOB NOT NULL, data_set INTEGER NOT NULL REFERENCES data_sets, PRIMARY KEY (tag, data_set)
-) STRICT, WITHOUT ROWID
-"""
-"""Keyed digests of single images, since format 2: they show that two sets share records."""
-ROUNDS_SCHEMA = """
-CREATE TABLE rounds (
-  run TEXT NOT NULL REFERENCES runs, name TEXT NOT NULL, question BLOB NOT NULL, answer BLOB,
-  answered REAL NOT NULL, PRIMARY KEY (run, name)) STRICT
-"""
-"""What a client of a federation answered, since format 3; old answers are emptied."""
 
 
 @dataclass(frozen=True)
@@ -130,24 +88,12 @@ class Limit:
             )
 
 
-def _use_wal(connection: sqlite3.Connection) -> None:
-    """Switch to write-ahead logging; a race for a new file answers «locked» without waiting."""
-    for attempt in range(100):
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or attempt == 99:
-                raise
-            time.sleep(0.1)
-
-
 def default_ledger() -> Path:
     """Return where the user's own ledger is, if there is one (`UNDERSTUDY_LEDGER` moves it)."""
     return Path(os.environ.get("UNDERSTUDY_LEDGER") or home() / "ledger.sqlite")
 
 
-class Ledger:
+class Ledger(Database):
     """Open the ledger at `path`, by default the user's own.
 
     Args:
@@ -156,84 +102,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None, *, create: bool = True) -> None:
-        self.path = path or default_ledger()
-        if not create and not self.path.exists():
-            raise LedgerError(f"there is no ledger {self.path}; name the right one")
-        self._connection = self._open()
-        self._key = self._read_key()
-
-    def _open(self) -> sqlite3.Connection:
-        remedy = "make it writable, or name another with --ledger"
-        try:
-            if not self.path.parent.exists():
-                make_directory(self.path.parent, mode=0o700)
-            if self.path.exists() and not self.path.stat().st_mode & 0o200:
-                raise LedgerError(f"the ledger {self.path} is read-only; {remedy}")
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-            connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
-            connection.row_factory = sqlite3.Row
-            _use_wal(connection)
-            connection.execute("PRAGMA synchronous = FULL")
-            connection.execute("PRAGMA foreign_keys = ON")
-            return connection
-        except (OSError, StorageError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise LedgerError(f"cannot open the ledger {self.path}: {reason}; {remedy}") from error
-        except sqlite3.Error as error:
-            raise LedgerError(
-                f"{self.path} is not a usable ledger ({error}); restore it from a backup, "
-                "or name another with --ledger"
-            ) from error
-
-    def _read_key(self) -> bytes:
-        with self.transaction() as run:
-            if not run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-                for statement in SCHEMA.split(";"):
-                    run(statement)
-                run("INSERT INTO meta VALUES ('format', ?)", (b"1",))
-                run("INSERT INTO meta VALUES ('key', ?)", (secrets.token_bytes(32),))
-            known = int(run("SELECT value FROM meta WHERE key = 'format'").fetchone()["value"])
-            for number, added in ((2, IMAGES_SCHEMA), (3, ROUNDS_SCHEMA)):
-                if known < number:
-                    run(added)
-                    run("UPDATE meta SET value = ? WHERE key = 'format'", (str(number).encode(),))
-            meta = {row["key"]: row["value"] for row in run("SELECT * FROM meta")}
-        if int(meta["format"]) != FORMAT:
-            raise LedgerError(
-                f"the ledger {self.path} has format {int(meta['format'])}, expected {FORMAT}; "
-                "use the version of understudy that wrote it"
-            )
-        return bytes(meta["key"])
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[Any]:
-        """Yield `execute` in one durable transaction that holds the write lock from its start."""
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection.execute
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-        except sqlite3.Error as error:
-            raise LedgerError(
-                f"the ledger {self.path} cannot be written ({error}); check its permissions and "
-                "the disk, then run the same command again"
-            ) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
-
-    def mac(self, *parts: bytes | memoryview) -> bytes:
-        """Return the authentication code of `parts` under the ledger's key."""
-        code = hmac.new(self._key, digestmod=hashlib.sha256)
-        for part in parts:
-            code.update(len(part).to_bytes(8, "big"))
-            code.update(part)
-        return code.digest()
+        super().__init__(path or default_ledger(), create=create)
 
     def tags(self, images: Iterable[memoryview]) -> set[bytes]:
         """Return a keyed digest of each image."""
@@ -279,18 +148,15 @@ class Ledger:
 
     def run(self, run_id: str) -> sqlite3.Row | None:
         """Return the row of a run, or None."""
-        row: sqlite3.Row | None = self._connection.execute(
-            "SELECT * FROM runs WHERE id = ?", (run_id,)
-        ).fetchone()
-        return row
+        return self.row("SELECT * FROM runs WHERE id = ?", (run_id,))
 
     def charged_runs(self, budget: int) -> list[sqlite3.Row]:
         """Return the runs that count against a budget, oldest first."""
-        return self._connection.execute(
+        return self.rows(
             "SELECT runs.* FROM runs JOIN data_sets ON data_sets.id = runs.data_set"
             " WHERE budget = ? AND state != 'cancelled' ORDER BY reserved",
             (budget,),
-        ).fetchall()
+        )
 
     def cancel(self, run_id: str) -> bool:
         """Give a reservation back if nothing was ever released; say whether it was given back."""
@@ -347,9 +213,7 @@ class Ledger:
 
     def blocks(self, run_id: str) -> list[Block]:
         """Return the blocks of a run in order."""
-        rows = self._connection.execute(
-            "SELECT * FROM blocks WHERE run = ? ORDER BY number", (run_id,)
-        )
+        rows = self.rows("SELECT * FROM blocks WHERE run = ? ORDER BY number", (run_id,))
         return [
             Block(
                 r["number"],
@@ -365,15 +229,14 @@ class Ledger:
 
     def rounds_answered(self, run_id: str) -> int:
         """Return how many rounds a client has answered."""
-        row = self._connection.execute("SELECT count(*) FROM rounds WHERE run = ?", (run_id,))
-        return int(row.fetchone()[0])
+        ((count,),) = self.rows("SELECT count(*) FROM rounds WHERE run = ?", (run_id,))
+        return int(count)
 
     def answered_round(self, run_id: str, name: str) -> sqlite3.Row | None:
         """Return what a client was asked in a round and what it answered, or None."""
-        row: sqlite3.Row | None = self._connection.execute(
+        return self.row(
             "SELECT question, answer FROM rounds WHERE run = ? AND name = ?", (run_id, name)
-        ).fetchone()
-        return row
+        )
 
     def keep_answer(
         self, run_id: str, name: str, *, question: bytes, answer: bytes, most: int, kept: int
@@ -408,27 +271,25 @@ class Ledger:
 
     def data_sets(self, where: str = "1", values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
         """Return the rows of registered data sets."""
-        return self._connection.execute(
-            f"SELECT * FROM data_sets WHERE {where} ORDER BY id", values
-        ).fetchall()
+        return self.rows(f"SELECT * FROM data_sets WHERE {where} ORDER BY id", values)
 
     def shared_images(self, tags: set[bytes]) -> list[sqlite3.Row]:
         """Return the data sets that hold images with these tags, with their number (`shared`)."""
         self._connection.execute("CREATE TEMP TABLE IF NOT EXISTS asked (tag BLOB PRIMARY KEY)")
         self._connection.execute("DELETE FROM asked")
         self._connection.executemany("INSERT INTO asked VALUES (?)", ((tag,) for tag in tags))
-        return self._connection.execute(
+        return self.rows(
             "SELECT data_sets.*, count(*) AS shared FROM asked JOIN images USING (tag)"
             " JOIN data_sets ON data_sets.id = images.data_set GROUP BY data_sets.id"
-        ).fetchall()
+        )
 
     def common_images(self, one: int, other: int) -> int:
         """Return how many different images two data sets share, as far as images are kept."""
-        (count,) = self._connection.execute(
+        ((count,),) = self.rows(
             "SELECT count(*) FROM images AS a JOIN images AS b USING (tag)"
             " WHERE a.data_set = ? AND b.data_set = ?",
             (one, other),
-        ).fetchone()
+        )
         return int(count)
 
     def disclose(self, data_set: int | None, *, what: str, purpose: str) -> None:
@@ -441,6 +302,4 @@ class Ledger:
 
     def disclosures(self, data_set: int) -> list[sqlite3.Row]:
         """Return the disclosures of a data set."""
-        return self._connection.execute(
-            "SELECT * FROM disclosures WHERE data_set = ? ORDER BY id", (data_set,)
-        ).fetchall()
+        return self.rows("SELECT * FROM disclosures WHERE data_set = ? ORDER BY id", (data_set,))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from understudy.errors import InvalidSettings, PlanViolation
 
-Kind = Literal["gradient", "class_sums", "histogram", "votes", "sample_gradient"]
+Kind = Literal["gradient", "class_sums", "histogram", "votes", "sample_gradient", "batch_gradient"]
 OF_ENSEMBLES: frozenset[Kind] = frozenset({"votes", "sample_gradient"})
 """Kinds whose answers come from what members learned, which no run survives."""
 REPLACING: frozenset[Kind] = frozenset({"sample_gradient"})

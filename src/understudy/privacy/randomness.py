@@ -12,17 +12,22 @@ between; half the sum of four, from generators with a 64-bit key each, goes to 1
 of the four is near a quarter of twice that, where they are dense, and what the stop at 8.65 takes
 from the density of the sum is less than one part in 10^4. `tail_delta` bounds what stopping at 10
 costs.
+
+Philox, which all of these are, passes every statistical test but is no cipher: a fresh key does not
+make it one. `secure.py` has a generator that is.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import norm
 from torch import Tensor
 
@@ -33,6 +38,7 @@ from understudy.privacy.sealed import Sealed
 SAMPLER_REACH = 10.0
 DEVICE_DRAWS = 4
 """Normals that are summed to one on a GPU."""
+Gaps = NDArray[np.int64] | NDArray[np.float64]
 
 
 class Randomness(Protocol):
@@ -41,6 +47,10 @@ class Randomness(Protocol):
     @property
     def is_secret(self) -> bool:
         """Whether a guarantee may rest on it."""
+
+    @property
+    def generator(self) -> str:
+        """What draws, for the record."""
 
     def take(self) -> None:
         """Give these draws to one run."""
@@ -52,21 +62,16 @@ class Randomness(Protocol):
         """Draw standard normals, float64, for noise."""
 
 
-class SecretRandomness(Sealed):
-    """Draw from generators keyed by the operating system; a new object has new keys."""
+class SecretSource(Sealed):
+    """A source that a guarantee may rest on: one run's alone, whatever draws its bits."""
 
-    __slots__ = ("_device", "_is_taken", "_noise", "_noise_on_device", "_sampling")
+    __slots__ = ("_device", "_is_taken")
 
     is_secret = True
+    generator: str
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_taken = device, False
-        self._sampling = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
-        self._noise = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
-        self._noise_on_device = [
-            torch.Generator(device).manual_seed(secrets.randbits(64) - 2**63)
-            for _ in range(DEVICE_DRAWS if device.type == "cuda" else 0)
-        ]
 
     def take(self) -> None:
         """Give these draws to one run; a second run would share batches and noise with it."""
@@ -80,8 +85,8 @@ class SecretRandomness(Sealed):
     def choose(self, count: int, rate: float) -> Tensor:
         """Choose each of `count` with probability `rate`, by the gaps between those chosen.
 
-        Gaps are geometric: some hundred draws instead of one for each unit. They come from 53-bit
-        numbers, so the true rate differs from `rate` by its last bits.
+        Gaps are geometric: some hundred draws instead of one for each unit. They come from numbers
+        of 53 significant bits, so the true rate differs from `rate` by its last bits.
         """
         if rate == 1:
             return torch.arange(count)
@@ -90,11 +95,39 @@ class SecretRandomness(Sealed):
         last, parts = -1, []
         while last < count:
             # An exponential of exactly 0 would give a gap of 0, and a unit twice.
-            gaps = np.clip(self._sampling.geometric(rate, at_once), 1, count + 1)
-            parts.append(last + np.cumsum(gaps))
+            gaps = np.clip(self._gaps(rate, at_once), 1, count + 1)
+            parts.append(last + np.cumsum(gaps.astype(np.int64)))
             last = int(parts[-1][-1])
         chosen = np.concatenate(parts)
         return torch.from_numpy(chosen[chosen < count])
+
+    @abstractmethod
+    def _gaps(self, rate: float, count: int) -> Gaps:
+        """Draw the distances from one that is chosen to the next."""
+
+    @abstractmethod
+    def normal(self, count: int) -> Tensor:
+        """Draw standard normals, float64, for noise."""
+
+
+class SecretRandomness(SecretSource):
+    """Draw from Philox, keyed by the operating system; a new object has new keys."""
+
+    __slots__ = ("_noise", "_noise_on_device", "_sampling")
+
+    generator = "Philox"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._sampling = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+        self._noise = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+        self._noise_on_device = [
+            torch.Generator(device).manual_seed(secrets.randbits(64) - 2**63)
+            for _ in range(DEVICE_DRAWS if device.type == "cuda" else 0)
+        ]
+
+    def _gaps(self, rate: float, count: int) -> Gaps:
+        return self._sampling.geometric(rate, count)
 
     def normal(self, count: int) -> Tensor:
         """Draw `count` standard normals."""
@@ -110,6 +143,7 @@ class InjectedRandomness:
     """Use draws given by a test. Whatever is released with it carries no guarantee."""
 
     is_secret = False
+    generator = "injected"
 
     def __init__(self, uniform: Callable[[int], Tensor], normal: Callable[[int], Tensor]) -> None:
         self._uniform = uniform

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,10 +32,27 @@ Contribution = Callable[[Params, Tensor, Tensor], Rows]
 """Map inputs and records (images (n, c, h, w) in [0, 1], labels (n,)) to rows, one by one."""
 
 
+@dataclass(frozen=True, eq=False)
+class View:
+    """What many releases see of a record's image instead of its pixels: computed once, and kept.
+
+    The function is public and fixed. What it makes of a record depends on that record alone, and
+    stays among the records, for as long as the view itself is kept.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    """Map an image (c, h, w) in [0, 1] to a tensor of any shape, the same for all."""
+
+
+def seen(kept: Tensor) -> Tensor:
+    """Bring bytes to [0, 1]; what a view has made of records is kept as it is."""
+    return kept.float() / 255 if kept.dtype == torch.uint8 else kept
+
+
 class Records(Sealed):
     """Hold images, labels and the slot of each unit; a slot may be empty."""
 
-    __slots__ = ("_images", "_labels", "_places", "_starts", "one_each")
+    __slots__ = ("_images", "_labels", "_places", "_starts", "_views", "one_each")
 
     def __init__(
         self,
@@ -52,6 +71,7 @@ class Records(Sealed):
         # Whether no unit has several records. Declared, not found: which kernels run must not
         # depend on any one unit, for they round differently.
         self.one_each = one_each
+        self._views: WeakKeyDictionary[View, Records] = WeakKeyDictionary()
         if one_each and bool((torch.diff(starts) > 1).any()):
             raise InvalidData("a unit has several records, expected one; name the unit otherwise")
 
@@ -95,25 +115,27 @@ class Records(Sealed):
         return self._images.device
 
     def unit_rows(
-        self, units: Tensor, contribution: Contribution, inputs: Params, *, dimension: int
+        self,
+        units: Tensor,
+        contribution: Contribution,
+        inputs: Params,
+        *,
+        dimension: int,
+        at_most: int = MOST_RECORDS,
     ) -> Iterator[Rows]:
         """Yield, chunk by chunk, one row per unit: the sum of its records' contributions.
 
         Memory is bounded by the chunk, not by the number of units nor by the records of a unit.
         """
-        starts = self._starts
-        units_at_once = max(1, min(ROW_BYTES // (4 * dimension), MOST_RECORDS))
+        most = min(at_most, MOST_RECORDS)
+        units_at_once = max(1, min(ROW_BYTES // (4 * dimension), most))
         if units_at_once < FEW:  # rows that no cache holds anyway
-            units_at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), FEW))
+            units_at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), FEW, most))
         for chunk in torch.split(units, units_at_once):
-            counts = starts[chunk + 1] - starts[chunk]
-            owner = torch.repeat_interleave(counts)  # position of each record's unit in the chunk
+            places, owner = self._all_places(chunk)
             if len(owner) == 0:  # no unit, or only empty slots: nothing to add
                 continue
-            first = torch.cumsum(counts, 0) - counts
-            position = torch.arange(len(owner)) - first[owner]
-            places = self._places[starts[chunk][owner] + position]
-            if bool((counts == 1).all()):
+            if torch.equal(owner, torch.arange(len(chunk))):  # one record each
                 yield self._contributions(places, contribution, inputs)
                 continue
             rows: Rows = []
@@ -124,9 +146,31 @@ class Records(Sealed):
                     block.index_add_(0, owner[some].to(block.device), more)
             yield rows
 
+    def _all_places(self, units: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where all records of units are, and the position of each one's unit in `units`."""
+        starts = self._starts
+        counts = starts[units + 1] - starts[units]
+        owner = torch.repeat_interleave(counts)
+        first = torch.cumsum(counts, 0) - counts
+        position = torch.arange(len(owner)) - first[owner]
+        return self._places[starts[units][owner] + position], owner
+
     def _contributions(self, places: Tensor, contribution: Contribution, inputs: Params) -> Rows:
         there = places.to(self.device)
-        return contribution(inputs, self._images[there].float() / 255, self._labels[there])
+        return contribution(inputs, seen(self._images[there]), self._labels[there])
+
+    def through(self, view: View, one_by_one: Callable[[Tensor], Tensor]) -> Records:
+        """Return the same records as a view shows them; `one_by_one` applies it to several."""
+        if len(self._places) and view not in self._views:
+            parts = torch.split(self._places.to(self.device), MOST_RECORDS)
+            self._views[view] = Records(
+                torch.cat([one_by_one(seen(self._images[part])) for part in parts]),
+                torch.cat([self._labels[part] for part in parts]),
+                torch.arange(len(self._places)),
+                self._starts,
+                one_each=self.one_each,
+            )
+        return self._views.get(view, self)
 
     def record_rows(
         self, units: Tensor, contribution: Contribution, inputs: Params, *, dimension: int
@@ -152,15 +196,32 @@ class Records(Sealed):
         is ever left out.
         """
         for part in torch.split(self._only_places(units), size):
-            if len(part) == 0:
-                return
-            filled = torch.zeros(2, size, dtype=torch.int64)
-            filled[0, : len(part)], filled[1, : len(part)] = part, 1
-            if self.device.type == "cuda":  # so that the copy does not wait for the GPU
-                filled = filled.pin_memory().to(self.device, non_blocking=True)
-            yield filled[0], filled[1].bool()
+            if len(part):
+                yield self._filled(part, size)
 
-    def sum_in_place(
+    def whole_batch(self, units: Tensor, least: int) -> tuple[Tensor, Tensor] | None:
+        """Return where all records of units are, and which of the places count; None without any.
+
+        There are `least` places, or twice, four times, ... as many if that is too few: a handful of
+        shapes, and nothing is ever left out. With 0, as many as there are records.
+        """
+        places, _ = self._all_places(units)
+        if len(places) == 0:
+            return None
+        size = least or len(places)
+        while size < len(places):
+            size *= 2
+        return self._filled(places, size)
+
+    def _filled(self, places: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Fill places up to `size` with some that do not count."""
+        filled = torch.zeros(2, size, dtype=torch.int64)
+        filled[0, : len(places)], filled[1, : len(places)] = places, 1
+        if self.device.type == "cuda":  # so that the copy does not wait for the GPU
+            filled = filled.pin_memory().to(self.device, non_blocking=True)
+        return filled[0], filled[1].bool()
+
+    def run_in_place(
         self, engine: Engine, step: StaticStep, inputs: Params, *places: Tensor
     ) -> Tensor:
         """Run `step(images, labels, inputs, *places)`: the records stay where they are."""

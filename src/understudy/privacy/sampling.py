@@ -14,7 +14,8 @@ from understudy.training.engine import Engine
 
 BATCH_MULTIPLE = 32
 MOST_AT_ONCE = 512
-"""Records whose gradients are in memory at once on a GPU; larger batches take several passes."""
+"""Records whose gradients are in memory at once, unless a release says fewer; larger batches take
+several passes, summed in float64 before the noise."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +32,8 @@ class Access:
     engine: Engine
     group: Group = ALONE
     """The processes that hold the other units."""
+    at_once: int = MOST_AT_ONCE
+    """Records whose contributions are computed at once, at most."""
 
     @property
     def expected_batch(self) -> float:
@@ -46,8 +49,9 @@ class Access:
         """
         units = self.records.unit_count
         spread = math.sqrt(units * self.sampling_rate * (1 - self.sampling_rate))
-        wanted = min(units * self.sampling_rate + 2 * spread, units, MOST_AT_ONCE)
-        return BATCH_MULTIPLE * math.ceil(wanted / BATCH_MULTIPLE)
+        wanted = min(units * self.sampling_rate + 2 * spread, units)
+        multiple = min(BATCH_MULTIPLE, self.at_once)
+        return multiple * min(math.ceil(wanted / multiple), self.at_once // multiple)
 
     def sample_units(self) -> Tensor:
         """Choose each unit held here independently with probability `sampling_rate`."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from understudy.data.images import LabelledImages
@@ -27,11 +28,12 @@ from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Charge, Ledger, Limit
 from understudy.privacy.plan import Budget, Plan, PublicFacts
-from understudy.privacy.randomness import Randomness, SecretRandomness
+from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records
 from understudy.privacy.registration import Registration, is_registered_as
 from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
+from understudy.privacy.secure import is_secure, secret_randomness
 from understudy.training.engine import Engine
 
 
@@ -74,6 +76,11 @@ class Vault(Sealed):
         """What was declared public."""
         return self.registration.facts
 
+    @property
+    def device(self) -> torch.device:
+        """Where the records are, and noise is wanted."""
+        return self._engine.device
+
     def beside(self, engine: Engine) -> Vault:
         """Return a vault of the same records that computes with `engine`, on the same device."""
         other = object.__new__(Vault)
@@ -108,20 +115,21 @@ class Vault(Sealed):
             method: for the record.
             pace: when to commit and whether to stop.
             allow_large_delta: accept delta >= 1/N0; the certificate will say so.
-            randomness: for tests; anything but the default voids the guarantee.
+            randomness: new secret generators by default; draws that a test decides void the
+                guarantee.
 
         Raises:
             BudgetRefused: the lifetime budget does not allow the plan.
         """
         budget.check_delta(self.facts.units, allow_large=allow_large_delta)
-        source = randomness or SecretRandomness(self._engine.device)
+        source = randomness or secret_randomness(self.device)
         is_private = budget.is_private and source.is_secret
         calibration = self._admit(
             run_id, plan, budget, ledger, method=method, is_private=is_private
         )
         blocks = Blocks(ledger, run_id, workspace)
         if self._group.size > 1:
-            self._brief(plan, calibration, blocks)
+            self._brief(plan, calibration, blocks, is_secure(source))
         return Curator(
             self._records,
             source,
@@ -154,14 +162,15 @@ class Vault(Sealed):
             budget: the guarantee for all rounds together, against the server.
             ledger: where the data set is registered.
             run_id: name of this client's part in the federation.
-            randomness: for tests; anything but the default voids the guarantee.
+            randomness: new secret generators by default; draws that a test decides void the
+                guarantee.
 
         Raises:
             BudgetRefused: the lifetime budget does not allow the rounds.
         """
         budget.check_delta(self.facts.units, allow_large=False)
         plan = offer.plan(self.facts)
-        source = randomness or SecretRandomness(self._engine.device)
+        source = randomness or secret_randomness(self.device)
         is_private = budget.is_private and source.is_secret
         calibration = self._admit(
             run_id, plan, budget, ledger, method="federated", is_private=is_private
@@ -208,7 +217,9 @@ class Vault(Sealed):
             self._reserve(run_id, ledger, charge)
         return calibration
 
-    def _brief(self, plan: Plan, calibration: Calibration, blocks: Blocks) -> None:
+    def _brief(
+        self, plan: Plan, calibration: Calibration, blocks: Blocks, secure_noise: bool
+    ) -> None:
         """Tell the other processes what they need to take part."""
         briefing = Briefing(
             facts=self.facts,
@@ -218,6 +229,7 @@ class Vault(Sealed):
             units=self._learn,
             committed=blocks.committed,
             results=results_of(blocks),
+            secure_noise=secure_noise,
         )
         self._group.bytes_from_leader(briefing.to_bytes())
         if not self._group.all_say(True):
@@ -283,7 +295,7 @@ def follow(
     group.all_say(True)
     return Curator(
         _part(data, briefing.units, briefing.facts, engine, group),
-        randomness or SecretRandomness(engine.device),
+        randomness or secret_randomness(engine.device, secure=briefing.secure_noise),
         facts=briefing.facts,
         plan=plan,
         calibration=briefing.calibration,

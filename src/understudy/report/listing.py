@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from understudy.card import never_less
 from understudy.errors import InvalidData, UnderstudyError
+from understudy.files import parse_json
 from understudy.privacy import certificate as certificates
 from understudy.report.measured import best_accuracy
 from understudy.runs import CLASSIFIER_FILE, PARTIAL, SET_FILE, SETTINGS_FILE, RunDirectory
@@ -80,7 +80,7 @@ def _images(release: Path) -> str:
 
 def _unfinished(path: Path, settings: Path) -> RunLine:
     try:
-        asked = json.loads(settings.read_bytes())
+        asked = parse_json(settings.read_bytes())
         request, data = asked["request"], asked["data_set"]
         epsilon = float(request["epsilon"])
         return RunLine(
@@ -91,7 +91,7 @@ def _unfinished(path: Path, settings: Path) -> RunLine:
             data=str(data),
             epsilon=f"{epsilon:g}" if math.isfinite(epsilon) else "no guarantee",
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return RunLine(
             name=path.name, state="unfinished, settings unreadable", when=_when(settings)
         )

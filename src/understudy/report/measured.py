@@ -27,7 +27,7 @@ from understudy.runs import METRICS_FILE, RunDirectory
 from understudy.synthetic import SyntheticSet
 
 Entry = Mapping[str, Any]
-SECTIONS = ("utility", "quality", "memorisation", "convergence")
+SECTIONS = ("utility", "quality", "memorisation", "convergence", "audit")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Measured:
     quality: Table | None
     memorisation: tuple[Memorisation, ...]
     convergence: Chart | None
+    audit: Chart | None
+    audit_table: Table | None
     cost: Table | None
     others: str
     """Sections that this version does not know, as JSON."""
@@ -90,6 +92,8 @@ def _measured(
             _memorisation(entry, released.synthetic) for entry in entries.get("memorisation", [])
         ),
         convergence=convergence_chart([("", entries.get("convergence", []))]),
+        audit=audit_chart(entries.get("audit", [])),
+        audit_table=_audit_table(entries.get("audit", [])),
         cost=_cost_table(utility, calls),
         others=json.dumps(others, indent=2, ensure_ascii=False) if others else "",
         entries=entries,
@@ -294,6 +298,44 @@ def convergence_chart(groups: Sequence[tuple[str, Sequence[Entry]]]) -> Chart | 
         x=linear("epsilon spent", 0, largest),
         y=shares("accuracy"),
     )
+
+
+def audit_chart(audits: Sequence[Entry]) -> Chart | None:
+    """Draw the lower bounds that attacks show against the claim; above the line is a fault."""
+    if not audits:
+        return None
+    points = sorted((float(entry["claimed"]), float(entry["bound"])) for entry in audits)
+    most = 1.2 * max(value for point in points for value in point)
+    lines = [
+        Series(
+            "as claimed", [(share * most, share * most) for share in (0.0, 0.5, 1.0)], style=3,
+            has_markers=False, label_at=0.5, label_side="left",
+        ),
+        Series("the best attack", points[-1:], label_side="left", shows_values=True),
+    ]  # fmt: skip
+    return line_chart(
+        "Lower bounds on epsilon against the claim",
+        "What attacks on the released part alone show of epsilon at least, with 95 % confidence: "
+        "the best of them. Above the line would be a fault; below it nothing is proved.",
+        lines,
+        x=linear("claimed epsilon", 0, most),
+        y=linear("lower bound", 0, most),
+    )
+
+
+def _audit_table(audits: Sequence[Entry]) -> Table | None:
+    rows = [
+        (
+            str(entry["attack"]),
+            _value(entry["claimed"]),
+            _value(entry["bound"]),
+            f"{entry['how']}, {_count(entry['repetitions'])} records tried",
+            str(entry["verdict"]),
+        )
+        for entry in audits
+    ]
+    columns = ("attack", "claimed epsilon", "lower bound", "how", "verdict")
+    return Table("Audit", columns, rows) if rows else None
 
 
 def _cost_table(utility: Sequence[Entry], calls: Sequence[Entry]) -> Table | None:

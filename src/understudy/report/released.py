@@ -24,7 +24,7 @@ from understudy.nets.params import parameter_count
 from understudy.nets.released import Artefact, Classifier
 from understudy.privacy.certificate import Certificate, Verification, implied_curve
 from understudy.privacy.plan import PublicFacts
-from understudy.report.trade_off import (
+from understudy.privacy.trade_off import (
     FURTHER_DELTAS,
     SHOWN_RATES,
     attack_curve,

@@ -258,8 +258,9 @@ class _Executor:
 
     def _on_real(self, run: PlannedRun, asked: dict[str, Any], model: str) -> Cell:
         """Train `model` on real records."""
-        per_class, started = dict(run.settings).get("images_per_class"), time.perf_counter()
-        (found,) = measure_real(asked.pop("test"), subsample=per_class, **asked)
+        given, started = dict(run.settings), time.perf_counter()
+        given["subsample"] = given.pop("images_per_class", None)
+        (found,) = measure_real(asked.pop("test"), **asked | given)
         seconds = round(time.perf_counter() - started, 1)
         return {"model": model, "accuracies": found.accuracies, "evaluation_seconds": seconds}
 

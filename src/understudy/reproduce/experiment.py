@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 from understudy.data.catalogue import suggestion
 from understudy.errors import InvalidSettings
+from understudy.text import one_line
 
 Scale = Literal["full", "smoke"]
 FID = "fid"
 REAL = "real"
 """In place of a method: no set is made, but training starts from real records, all or
-`settings.images_per_class` of each class."""
+`settings.images_per_class` of each class; further settings are options of the evaluation."""
 OF_RUN = (
     "method",
     "data",
@@ -40,6 +41,11 @@ OF_RUN = (
 )
 NOT_REQUESTED = ("data", "variant", "stages")
 """What a run's request to a method does not say."""
+
+UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
+"""What a file that is no experiment may lead to."""
+MOST_RUNS = 10_000
+"""Lists multiply: a few long ones would plan runs without end."""
 
 OF_GROUP = ("settings", "reading", "smoke")
 """What a group of runs has beside the fields of each."""
@@ -147,7 +153,21 @@ def load_experiment(name: str, scale: Scale = "full") -> Experiment:
             f"{', '.join(names())}"
         )
     file = resources.files("understudy.reproduce") / "experiments" / f"{name}.toml"
-    content = tomllib.loads(file.read_text())
+    return parse_experiment(name, file.read_bytes(), scale)
+
+
+def parse_experiment(name: str, content: bytes, scale: Scale = "full") -> Experiment:
+    """Read the text of an experiment file."""
+    try:
+        return _parsed(name, tomllib.loads(content.decode()), scale)
+    except UNREADABLE as error:
+        raise InvalidSettings(
+            f"the experiment {name} cannot be read ({one_line(error)}); expected TOML with runs, a "
+            "table, a title and a source; correct it"
+        ) from error
+
+
+def _parsed(name: str, content: Mapping[str, Any], scale: Scale) -> Experiment:
     changed = content.get("smoke", {}) if scale == "smoke" else {}
     measure = content.get("measure", {}) | changed.get("measure", {})
     runs = [
@@ -191,6 +211,11 @@ def _expanded(group: Mapping[str, Any], forced: Mapping[str, Any]) -> Iterator[P
     settings = {**group.get("settings", {}), **forced}
     axes = {**fields, **{f"settings.{key}": value for key, value in settings.items()}}
     choices = [value if isinstance(value, list) else [value] for value in axes.values()]
+    if math.prod(map(len, choices)) > MOST_RUNS:
+        raise InvalidSettings(
+            f"an experiment asks for {math.prod(map(len, choices))} runs, expected at most "
+            f"{MOST_RUNS}; shorten a list"
+        )
     for chosen in itertools.product(*choices):
         values = dict(zip(axes, chosen, strict=True))
         own = {key: value for key, value in values.items() if not key.startswith("settings.")}

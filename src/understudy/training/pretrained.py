@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -23,15 +22,19 @@ from understudy.data.catalogue import suggestion
 from understudy.data.checkpoints import read_arrays, read_state_dict
 from understudy.data.weights import WEIGHTS, verified_content, weights_file
 from understudy.errors import InvalidSettings, MissingWeights
+from understudy.files import parse_json, read_whole
 from understudy.nets.encoders import ALL_LAYERS, IMAGENET_MEAN, IMAGENET_STD, Encoder
 from understudy.nets.modules import Shape
 from understudy.nets.params import Params
 from understudy.progress import Progress
 from understudy.provenance import PublicInput
+from understudy.synthetic import UNREADABLE, metadata
+from understudy.text import one_line
 
 ENDING = ".safetensors"
 FORMAT = 1
 HEADER = "understudy.encoder"
+MOST_WIDTH = 4096
 RANDOM, RANDOM_WIDTH = "random", 16
 """An encoder that was trained on nothing, and its width."""
 
@@ -64,11 +67,15 @@ class EncoderHeader:
     @classmethod
     def of_file(cls, content: bytes) -> EncoderHeader:
         """Read the header of what `to_file` made."""
-        length = int.from_bytes(content[:8], "little")
-        fields = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][HEADER])
+        fields = parse_json(metadata(content)[HEADER])
         for name in ("shape", "class_names", "mean", "std"):
             fields[name] = tuple(fields[name])
-        return cls(**fields)
+        header = cls(**fields)
+        if not (isinstance(header.width, int) and 1 <= header.width <= MOST_WIDTH):
+            raise ValueError(f"a width of {header.width!r:.20}")
+        if not isinstance(header.name, str) or not isinstance(header.trained_on, str):
+            raise ValueError("a name that is no text")
+        return header
 
 
 def described_encoder(name: str | Path, shape: Shape, *, layers: str = ALL_LAYERS) -> Encoder:
@@ -136,13 +143,14 @@ def _own(
     path: Path, shape: Shape, layers: str, precision: torch.dtype | None
 ) -> tuple[Encoder, Params, PublicInput]:
     try:
-        content = path.read_bytes()
+        content = read_whole(path)
         found, header = load_tensors(content), EncoderHeader.of_file(content)
+        found |= {"mean": torch.tensor(header.mean), "std": torch.tensor(header.std)}
     except OSError as error:
         raise MissingWeights(f"{path} cannot be read ({error.strerror}); check the path") from None
-    except (KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
+    except UNREADABLE as error:
         raise MissingWeights(
-            f"{path} cannot be read as an encoder ({str(error).splitlines()[0]}); expected a file "
+            f"{path} cannot be read as an encoder ({one_line(error)}); expected a file "
             "written by `understudy pretrain`"
         ) from None
     if header.format != FORMAT:
@@ -151,7 +159,6 @@ def _own(
             "that wrote it, or pre-train again"
         )
     encoder = Encoder(header.name, shape, layers, precision, header.width)
-    found |= {"mean": torch.tensor(header.mean), "std": torch.tensor(header.std)}
     origin = PublicInput(
         kind="weights",
         name=path.name.removesuffix(ENDING),

@@ -20,11 +20,13 @@ from understudy.privacy.sampling import Access
 
 @dataclass(frozen=True)
 class Embedding:
-    """A function of one image, and what it declares of its parts."""
+    """A function of one record, and what it declares of its parts."""
 
-    function: Callable[[Tensor], Sequence[Tensor]]
+    function: Callable[..., Sequence[Tensor]]
     """Map an image (c, h, w) in [0, 1] to the features (dimension,) of each block."""
     blocks: tuple[Block, ...]
+    takes_label: bool = False
+    """Whether the function gets the record's label () beside its image."""
 
     def dimension(self, classes: int) -> int:
         """Return the number of coordinates that are released."""
@@ -43,7 +45,8 @@ def class_sums(access: Access, embedding: Embedding) -> Tensor:
     """Return the noisy sums of all records' features, block after block, flat.
 
     Privacy:
-        Reads: the records of a Poisson sample of units, or of all units at rate 1.
+        Reads: the records of a Poisson sample of units, or of all units at rate 1. Features are of
+            one record alone: of its image, and of its label if the embedding says so.
         Bound: each block of a record is clipped to its declared bound (negatives clamped to zero
             where non-negativity is declared), divided by its bound and its ratio, and put into the
             part of the record's class, or into the one part of a block over all. The blocks are one
@@ -60,17 +63,18 @@ def class_sums(access: Access, embedding: Embedding) -> Tensor:
     """
     blocks, classes = embedding.blocks, access.classes
 
-    def rows_of(image: Tensor) -> list[Tensor]:
-        found = embedding.function(image)
+    def rows_of(*record: Tensor) -> list[Tensor]:
+        found = embedding.function(*record)
         if len(found) != len(blocks):
             raise PlanViolation(
                 f"an embedding has {len(found)} blocks, expected the {len(blocks)} declared"
             )
         return [_bounded(features, block) for features, block in zip(found, blocks, strict=True)]
 
-    def contribution(_: Params, images: Tensor, __: Tensor) -> Rows:
+    def contribution(_: Params, images: Tensor, labels: Tensor) -> Rows:
+        records = (images, labels) if embedding.takes_label else (images,)
         with torch.no_grad():
-            return cast(Rows, OneByOne(rows_of)(images))
+            return cast(Rows, OneByOne(rows_of)(*records))
 
     total = noisy_bounded_sum(
         access,

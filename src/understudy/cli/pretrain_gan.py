@@ -1,0 +1,58 @@
+"""`understudy pretrain-gan`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from understudy.cli.output import OutputOptions, make_output
+from understudy.cli.settings import MachineOptions
+from understudy.data.reading import Reading
+from understudy.pipeline import load_data, pretrain_gan
+from understudy.training.gan_pretraining import GANPretraining
+
+
+def command(
+    data: str,
+    *,
+    out: Path,
+    public: bool = False,
+    ledger: Path | None = None,
+    training: Annotated[GANPretraining | None, Parameter(name="*")] = None,
+    reading: Annotated[Reading | None, Parameter(name="*", negative_iterable=())] = None,
+    machine: Annotated[MachineOptions | None, Parameter(name="*")] = None,
+    output: Annotated[OutputOptions | None, Parameter(name="*")] = None,
+) -> None:
+    """Train a generator and a discriminator on PUBLIC images, for `--method dp-gan --start`.
+
+    Nothing protects the images given here. See docs/public.md for what counts as public.
+
+    Parameters
+    ----------
+    data
+        Name of a known set (digits, mnist, cifar10, ...), or path of a folder or file of images.
+    out
+        File to write, NAME.safetensors.
+    public
+        Declare that the set is public; needed for all but known sets that were verified.
+    ledger
+        The ledger that knows what is private, if not the user's own.
+    """
+    report = make_output(output)
+    path, header = pretrain_gan(
+        load_data(data, progress=report, **vars(reading or Reading())),
+        out=out,
+        public=public,
+        ledger=ledger,
+        **vars(machine or MachineOptions()),
+        progress=report,
+        **vars(training or GANPretraining()),
+    )
+    report.result(
+        f"GAN trained on {header.images} public images of {header.trained_on}: {path}",
+        **asdict(header),
+        path=str(path),
+    )

@@ -1,0 +1,1 @@
+"""Hostile input for everything that reads: targets, mutations, and inputs that once broke one."""
