@@ -355,7 +355,7 @@ def test_settings_that_cannot_work_are_refused(settings, text):
 def test_it_learns_what_the_classes_look_like(ledger, tmp_path):
     """Without noise: one class is dark, one bright, and so are the images drawn.
 
-    Batches are secret, so no two trainings are alike: the difference was 0.40 to 0.69 in 24 of them.
+    Batches are secret, so no two trainings are alike: in 24 of them it was 0.40 to 0.69.
     """
     images = torch.cat([torch.full((20, 1, 4, 4), 40), torch.full((20, 1, 4, 4), 220)]).byte()
     data = labelled_images(images.numpy(), [0] * 20 + [1] * 20)
