@@ -44,9 +44,9 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(READERS)
 
 demo: setup
-	run=runs/digits-psg-eps10; n=1
-	while [ -e "$$run" ] || [ -e "$$run.partial" ]; do n=$$((n + 1)); run=runs/digits-psg-eps10-$$n; done
-	$(BIN)/understudy generate digits --method psg --epsilon 10 --out "$$run" --ledger runs/ledger.sqlite
+	run=runs/digits-eps10; n=1
+	while [ -e "$$run" ] || [ -e "$$run.partial" ]; do n=$$((n + 1)); run=runs/digits-eps10-$$n; done
+	$(BIN)/understudy generate digits --epsilon 10 --out "$$run" --ledger runs/ledger.sqlite
 	$(BIN)/understudy evaluate "$$run"
 	$(BIN)/understudy verify "$$run" --ledger
 	$(BIN)/understudy report "$$run" --ledger

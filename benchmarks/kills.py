@@ -43,8 +43,11 @@ from understudy.synthetic import SyntheticSet
 MOST_IN_A_ROW = 3
 EPSILON = "5"
 GUARANTEE = ["--epsilon", EPSILON, "--delta", "1e-3", "--accountant", "renyi", "--device", "cpu"]
-PSG = ["--rounds", "6", "--outer", "2", "--batches", "2", "--inner", "2", "--width", "4",
-       "--images-per-class", "2", "--batch", "20"]  # fmt: skip
+PSG = ["--method", "psg", "--rounds", "6", "--outer", "2", "--batches", "2", "--inner", "2",
+       "--width", "4", "--images-per-class", "2", "--batch", "20"]  # fmt: skip
+REHEARSAL = ["--method", "rehearsal", "--samples", "20", "--networks", "3", "--width", "4",
+             "--hidden", "2", "--refine-steps", "30", "--refine-batch", "10", "--match-steps", "0",
+             "--teacher-steps", "5", "--taught", "10", "--images-per-class", "200"]  # fmt: skip
 MERF = ["--method", "dp-merf", "--steps", "40", "--batch", "6", "--hidden", "8", "--features", "20",
         "--images-per-class", "3", "--count-ratio", "2"]  # fmt: skip
 SGD = ["--steps", "30", "--batch", "20", "--width", "4"]
@@ -294,6 +297,7 @@ def live(world: World) -> None:
     world.write_data("data.npz", chance.randrange(2**32))
     world.run("generate", folder / "psg", ["generate", *PSG])
     world.run("generate", folder / "merf", ["generate", *MERF])
+    world.run("generate", folder / "rehearsal", ["generate", *REHEARSAL])
     world.run("train-classifier", folder / "sgd", ["train-classifier", *SGD])
     for number in range(2):
         world.run("generate (ensemble)", folder / f"wgan-{number}", ["generate", *WGAN])

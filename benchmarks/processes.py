@@ -32,7 +32,8 @@ def measure(processes: int, seed: int) -> dict[str, object]:
             launcher += ["torch.distributed.run", "--standalone"]
             launcher += ["--nproc-per-node", str(processes), "-m"]
         command = [
-            *launcher, "understudy", "generate", "digits", "--epsilon", "10", "--device", "cpu",
+            *launcher, "understudy", "generate", "digits", "--method", "psg",
+            "--epsilon", "10", "--device", "cpu",
             "--seed", str(seed), "--out", str(folder / "run"), "--ledger", str(folder / "ledger"),
             "--quiet",
         ]  # fmt: skip

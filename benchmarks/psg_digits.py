@@ -32,7 +32,7 @@ def measure(epsilon: float, seed: int) -> dict[str, object]:
         ledger = folder / "ledger.sqlite"
         started = time.perf_counter()
         result = understudy.synthesize(
-            "digits", epsilon=epsilon, seed=seed, out=folder / "run", ledger=ledger
+            "digits", method="psg", epsilon=epsilon, seed=seed, out=folder / "run", ledger=ledger
         )
         seconds = time.perf_counter() - started
         (accuracy,) = understudy.evaluate(folder / "run")

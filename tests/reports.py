@@ -33,6 +33,7 @@ def make_run(
     )
     return understudy.synthesize(
         records,
+        method="psg",
         out=folder / name,
         ledger=folder / "ledger.sqlite",
         epsilon=epsilon,

@@ -22,6 +22,7 @@ from understudy.data.images import LabelledImages
 from understudy.errors import Interrupted, InvalidSettings, LedgerError, StorageError
 from understudy.files import canonical_json
 from understudy.methods import load_method
+from understudy.methods.choosing import AUTO, choose
 from understudy.methods.method import Configured, Method, configure
 from understudy.nets.released import Artefact, Classifier, Generator
 from understudy.privacy import certificate as certificates
@@ -107,7 +108,7 @@ class Result:
 class Request:
     """What a run is asked to do: everything that must be the same when it is resumed."""
 
-    method: str = "psg"
+    method: str = AUTO
     epsilon: float = 10.0
     delta: float = 1e-5
     accountant: Accountant = "pld"
@@ -126,13 +127,24 @@ class Request:
         """Return the guarantee asked for."""
         return Budget(epsilon=self.epsilon, delta=self.delta, accountant=self.accountant)
 
+    def settled(self, facts: PublicFacts, progress: Progress) -> Request:
+        """Return the same with a method, chosen by public facts if that was left open."""
+        if self.method != AUTO:
+            return self
+        choice = choose(facts, self.epsilon, self.settings)
+        progress.say(choice.why)
+        return replace(self, method=choice.method)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return asdict(self) | {"epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf"}
 
 
 def planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Plan]:
-    """Complete the settings and plan the releases; refuses whatever cannot work."""
+    """Complete the settings and plan the releases; refuses whatever cannot work.
+
+    The method is settled: see `Request.settled`.
+    """
     if asked.snapshots < 0:
         raise InvalidSettings(f"snapshots is {asked.snapshots}, expected 0 or more")
     if asked.secure_noise:
@@ -316,6 +328,7 @@ def assist(asked: Request, data: LabelledImages, *, engine: Engine, group: Group
     if not Briefing.is_one(first):  # the run was finished already
         return _told(first, group)
     briefing = Briefing.from_bytes(first)
+    asked = asked.settled(briefing.facts, Progress())
     _, method, plan = planned(asked, briefing.facts)
     with stop_signals():  # whether to stop is up to the leader
         method.run(follow(briefing, data, plan, engine=engine, group=group), Progress())

@@ -39,6 +39,7 @@ from understudy.job import (
     tell_others,
 )
 from understudy.methods import check_makes_classifier, check_makes_images, load_method
+from understudy.methods.choosing import AUTO
 from understudy.privacy import registration as registrations
 from understudy.privacy.group import is_in_group, joined
 from understudy.privacy.ledger import Ledger, default_ledger
@@ -107,7 +108,8 @@ def synthesize(
         compile: whether to compile and capture steps on a GPU; False to debug.
         progress: where to report.
         stop: asked whether to stop at the next committed block; by default signals are.
-        **request: fields of `Request`: `method`, `epsilon`, `delta`, `accountant`, `preset`,
+        **request: fields of `Request`: `method` (by default one is chosen by what is public, see
+            `methods.choosing`), `epsilon`, `delta`, `accountant`, `preset`,
             `settings` (of the method), `seed`, `snapshots` (how many sets to keep on the way, in
             `private/`, to see how it converged), `keep_private_state` (so that runs of methods with
             an ensemble can be resumed), `secure_noise` (batches and noise from a cipher),
@@ -185,13 +187,15 @@ def make_run(
     """Make what the method makes, a set or a classifier, and its certificate; see `synthesize`."""
     asked = Request(**request)
     asked.budget()  # refuses a bad epsilon or delta before anything else happens
-    load_method(asked.method)
+    if asked.method != AUTO:
+        load_method(asked.method)
     report = progress or Progress()
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     records = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
     with joined(engine.device) as group:
         if not group.leads:
             return assist(asked, records, engine=engine, group=group)
+        asked = settle(asked, records, terms=terms, ledger=ledger, progress=report)
         directory = RunDirectory(_choose_directory(out, records.name, asked, resume=resume))
         if resume and directory.is_finished:
             report.say(f"{directory.path} is finished already")
@@ -258,6 +262,7 @@ def synthesize_all(
     report = progress or Progress()
     engine = Engine(choose_device(device), compile=compile, say=report.say)
     records = data if isinstance(data, LabelledImages) else load_data(data, progress=report)
+    asked = [settle(one, records, terms=terms, ledger=ledger, progress=report) for one in asked]
 
     def run(number: int, vault: Vault, path: Path, stop: StopRequest) -> Result:
         one, own, directory = asked[number], engine.beside(), directories[number]
@@ -285,6 +290,26 @@ def synthesize_all(
         for error in sorted(errors, key=lambda error: isinstance(error, Interrupted)):
             raise error
         return [one.result() for one in runs]
+
+
+def settle(
+    asked: Request,
+    records: LabelledImages,
+    *,
+    terms: RegistrationTerms | None,
+    ledger: Ledger | str | Path | None,
+    progress: Progress,
+) -> Request:
+    """Choose a method if none was asked for, by the facts that are public or are about to be."""
+    if asked.method != AUTO:
+        return asked
+    path = ledger.path if isinstance(ledger, Ledger) else Path(ledger or default_ledger())
+    facts = registrations.declared_facts(records, terms or RegistrationTerms())
+    if path.exists():
+        with opened(ledger, create=False) as book:
+            known = registrations.find_exactly(book, records)
+            facts = known.facts if known else facts
+    return asked.settled(facts, progress)
 
 
 def _origin(records: LabelledImages) -> dict[str, Any]:

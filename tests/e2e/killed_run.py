@@ -54,6 +54,7 @@ def run(folder: str, attempt: int) -> None:
     job.Pace = lambda **options: Pace(seconds=0.1, **options)
     understudy.synthesize(
         "digits",
+        method="psg",
         settings=SETTINGS,
         accountant="renyi",
         out=base / "run",

@@ -16,7 +16,10 @@ from understudy.cli.main import main
 from understudy.job import StopRequest
 from understudy.privacy import ledger as ledgers
 
-TINY = ["--rounds", "1", "--outer", "2", "--batches", "2", "--inner", "1", "--accountant", "renyi"]
+TINY = [
+    "--method", "psg", "--rounds", "1", "--outer", "2", "--batches", "2", "--inner", "1",
+    "--accountant", "renyi",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -137,6 +140,7 @@ def test_json_lines(folder, capsys):
 
 def test_settings_from_toml_and_flags_that_win(folder, capsys):
     (folder / "run.toml").write_text(
+        'method = "psg"\n'
         "epsilon = 5\nrounds = 1\nouter = 1\nbatches = 2\nimages-per-class = 3\n"
         'accountant = "renyi"\n'
     )
@@ -182,7 +186,7 @@ def test_noise_from_a_cipher_is_certified_and_not_dropped_on_resume(folder, caps
 
 def test_plan_times_the_cipher(folder, capsys):
     pytest.importorskip("cryptography")
-    asked = ("plan", "--records", "600", "--steps", "3", "--shape", "1", "8", "8", "--json")
+    asked = ("plan", "--method", "psg", "--records", "600", "--steps", "3", "--json")
     code, out, err = call(*asked, "--delta", "1e-4", "--secure-noise", capsys=capsys)
     assert code == 0, err
     rows = [json.loads(line) for line in out.splitlines()]
@@ -193,8 +197,8 @@ def test_plan_times_the_cipher(folder, capsys):
 
 def test_plan_prints_both_accountants_and_the_tail(folder, capsys):
     code, out, _ = call(
-        "plan", "--records", "60000", "--batch", "256", "--steps", "20000", "--epsilon", "1",
-        "--delta", "1e-5", "--json", capsys=capsys,
+        "plan", "--method", "psg", "--records", "60000", "--batch", "256", "--steps", "20000",
+        "--epsilon", "1", "--delta", "1e-5", "--json", capsys=capsys,
     )  # fmt: skip
     rows = [json.loads(line) for line in out.splitlines()]
     noise = {r["accountant"]: float(r["noise multiplier"]) for r in rows if "accountant" in r}
@@ -243,7 +247,10 @@ BAD = {
         "outside 0 to 2",
     ),
     "NaN pixels": (lambda f: [spoil(f, images=np.full((60, 8, 8), np.nan))], "NaN"),
-    "fewer units than the batch": (lambda f: [npz(f), "--batch", "61"], "lower the batch"),
+    "fewer units than the batch": (
+        lambda f: [npz(f), "--method", "psg", "--batch", "61"],
+        "lower the batch",
+    ),
     "epsilon zero": (lambda f: [npz(f), "--epsilon", "0"], "epsilon is 0"),
     "epsilon negative": (lambda f: [npz(f), "--epsilon", "-3"], "epsilon is -3"),
     "epsilon no number": (lambda f: [npz(f), "--epsilon", "ten"], "ten"),

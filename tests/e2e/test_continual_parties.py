@@ -18,8 +18,8 @@ import pytest
 from understudy.cli.main import main
 
 TINY = [
-    "--rounds", "1", "--outer", "2", "--batches", "1", "--inner", "1", "--batch", "40",
-    "--width", "2", "--images-per-class", "2", "--accountant", "renyi",
+    "--method", "psg", "--rounds", "1", "--outer", "2", "--batches", "1", "--inner", "1",
+    "--batch", "40", "--width", "2", "--images-per-class", "2", "--accountant", "renyi",
 ]  # fmt: skip
 QUICK = ["--epochs", "1", "--width", "2", "--seeds", "2", "--quiet"]
 

@@ -153,8 +153,9 @@ SETTINGS = {"rounds": 60, "outer": 2, "batches": 2, "width": 4, "inner": 2, "bat
 def command(folder: Path, **settings: int) -> list[str]:
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     return [
-        sys.executable, "-m", "understudy", "generate", "digits", "--accountant", "renyi",
-        "--out", str(folder / "run"), "--ledger", str(folder / "ledger.sqlite"), "--json", *given,
+        sys.executable, "-m", "understudy", "generate", "digits", "--method", "psg",
+        "--accountant", "renyi", "--out", str(folder / "run"),
+        "--ledger", str(folder / "ledger.sqlite"), "--json", *given,
     ]  # fmt: skip
 
 
@@ -175,8 +176,8 @@ def test_signals_stop_at_a_committed_block_and_the_same_command_goes_on(tmp_path
         if more:
             with pytest.raises(UnderstudyError, match="another process"):
                 understudy.synthesize(
-                    "digits", accountant="renyi", settings=SETTINGS, out=tmp_path / "run",
-                    ledger=tmp_path / "ledger.sqlite", resume=True,
+                    "digits", method="psg", accountant="renyi", settings=SETTINGS,
+                    out=tmp_path / "run", ledger=tmp_path / "ledger.sqlite", resume=True,
                 )  # fmt: skip
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)

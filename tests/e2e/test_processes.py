@@ -25,8 +25,9 @@ def start(folder: Path, *more: str, rounds: int = 2) -> subprocess.Popen[str]:
     flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-        "-m", "understudy", "generate", "digits", "--accountant", "renyi", "--device", "cpu",
-        "--out", str(folder / "run"), "--ledger", str(folder / "ledger"), *flags, *more,
+        "-m", "understudy", "generate", "digits", "--method", "psg",
+        "--accountant", "renyi", "--device", "cpu", "--out", str(folder / "run"),
+        "--ledger", str(folder / "ledger"), *flags, *more,
     ]  # fmt: skip
     return subprocess.Popen(
         command,
@@ -59,7 +60,7 @@ def test_two_processes_make_one_run(tmp_path):
     said, _ = start(tmp_path).communicate(timeout=120)
     assert said.count("synthetic images, epsilon 9.99") == 1  # the leader alone reports
     alone = understudy.synthesize(
-        "digits", accountant="renyi", device="cpu", settings=SETTINGS,
+        "digits", method="psg", accountant="renyi", device="cpu", settings=SETTINGS,
         out=tmp_path / "alone", ledger=tmp_path / "ledger",
     )  # fmt: skip
     together = understudy.load_result(tmp_path / "run")

@@ -41,7 +41,7 @@ def test_each_run_is_what_it_would_be_alone(tmp_path):
 
 def test_each_run_has_its_own_plan_certificate_and_ledger_entry(tmp_path):
     asked = [
-        {"epsilon": epsilon, "seed": 0, "accountant": "renyi", "settings": SMALL}
+        {"method": "psg", "epsilon": epsilon, "seed": 0, "accountant": "renyi", "settings": SMALL}
         for epsilon in (1.0, 1.0, 2.0)
     ]
     places = [tmp_path / name for name in "abc"]
@@ -97,7 +97,10 @@ def test_a_run_that_fails_stops_the_others_at_a_committed_block(tmp_path, monkey
 
     monkeypatch.setattr(PSG, "_draw", failing)
     endless = SMALL | {"rounds": 50_000}
-    asked = [{"accountant": "renyi", "seed": seed, "settings": endless} for seed in (0, 1)]
+    asked = [
+        {"method": "psg", "accountant": "renyi", "seed": seed, "settings": endless}
+        for seed in (0, 1)
+    ]
     started = time.monotonic()
     with pytest.raises(OSError, match="disk on fire"):
         understudy.synthesize_all(
@@ -115,7 +118,10 @@ def test_a_run_that_fails_stops_the_others_at_a_committed_block(tmp_path, monkey
 
 def test_a_signal_stops_them_all_at_a_committed_block(tmp_path):
     endless = SMALL | {"rounds": 50_000}
-    asked = [{"accountant": "renyi", "seed": seed, "settings": endless} for seed in (0, 1)]
+    asked = [
+        {"method": "psg", "accountant": "renyi", "seed": seed, "settings": endless}
+        for seed in (0, 1)
+    ]
     timer = threading.Timer(8, signal.raise_signal, (signal.SIGINT,))
     timer.start()
     with pytest.raises(Interrupted, match="--resume"):

@@ -33,7 +33,9 @@ from sources import encoded, idx_bytes, pictures, write_cifar, write_npz, write_
 
 from .readers import CORPUS
 
-QUICK = {"settings": {"rounds": 1, "outer": 1, "batches": 1}, "accountant": "renyi"}
+QUICK = {
+    "method": "psg", "settings": {"rounds": 1, "outer": 1, "batches": 1}, "accountant": "renyi",
+}  # fmt: skip
 
 
 def seeds() -> Iterator[tuple[str, str, bytes]]:

@@ -163,6 +163,22 @@ def test_extreme_budgets_are_met_or_refused(epsilon, accountant):
         assert 0 <= found.epsilon <= epsilon
 
 
+@pytest.mark.parametrize(("count", "rate"), [(2000, 50 / 1438), (1000, 0.01), (60, 0.1)])
+@pytest.mark.parametrize("epsilon", [0.02, 0.3])
+def test_small_budgets_are_spent_whole_and_need_less_noise_than_renyi(count, rate, epsilon):
+    """Discretised too coarsely, losses of single releases look many times larger than they are."""
+    plan, budget = plan_of(count, rate), Budget(epsilon=epsilon, delta=1e-5)
+    found = calibrate(plan, budget)
+    assert 0.99 * epsilon <= found.epsilon <= epsilon
+    by_renyi = calibrate(plan, Budget(epsilon=epsilon, delta=1e-5, accountant="renyi"))
+    assert 0.8 * by_renyi.noise_multiplier < found.noise_multiplier < by_renyi.noise_multiplier
+
+
+def test_too_large_an_epsilon_is_refused_before_it_is_computed_for_long():
+    with pytest.raises(InvalidSettings, match="lower epsilon"):
+        calibrate(plan_of(1000, 0.01, dimension=10_000), Budget(epsilon=3000, delta=1e-5))
+
+
 def test_filter_admits_exactly_what_converts_to_its_budget():
     for epsilon, delta in ((1, 1e-5), (20, 1e-5), (3, 1e-7)):
         found = RenyiFilter.for_budget(epsilon, delta)

@@ -199,7 +199,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audited")
     understudy.synthesize(
         "digits", out=folder / "run", ledger=folder / "ledger", accountant="renyi", epsilon=10,
-        settings={"rounds": 1, "outer": 1, "batches": 1, "images_per_class": 2},
+        method="psg", settings={"rounds": 1, "outer": 1, "batches": 1, "images_per_class": 2},
     )  # fmt: skip
     return folder / "run"
 

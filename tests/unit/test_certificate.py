@@ -23,7 +23,11 @@ def made(tmp_path_factory):
     """One finished run and its ledger, made once."""
     folder = tmp_path_factory.mktemp("made")
     understudy.synthesize(
-        "digits", settings=SETTINGS, out=folder / "run", ledger=folder / "ledger.sqlite"
+        "digits",
+        method="psg",
+        settings=SETTINGS,
+        out=folder / "run",
+        ledger=folder / "ledger.sqlite",
     )
     return folder
 
@@ -192,6 +196,7 @@ def test_a_certificate_tells_nothing_private(run, made):
 def test_a_run_without_noise_is_certified_as_none(tmp_path):
     result = understudy.synthesize(
         "digits",
+        method="psg",
         epsilon=float("inf"),
         settings=SETTINGS,
         out=tmp_path / "run",
@@ -207,6 +212,7 @@ def test_a_run_without_noise_is_certified_as_none(tmp_path):
 def test_a_large_delta_is_certified(tmp_path):
     result = understudy.synthesize(
         "digits",
+        method="psg",
         delta=1e-2,
         accountant="renyi",
         allow_large_delta=True,

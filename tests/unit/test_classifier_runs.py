@@ -278,7 +278,7 @@ def test_a_page_may_hold_sets_and_classifiers(trained_runs, tmp_path):
     quick = {"rounds": 1, "outer": 1, "batches": 1, "images_per_class": 1}
     made = understudy.synthesize(
         some_images(60, name="pets"), out=tmp_path / "set", ledger=tmp_path / "ledger", epsilon=8,
-        delta=1e-3, accountant="renyi", settings=quick, device="cpu",
+        delta=1e-3, accountant="renyi", method="psg", settings=quick, device="cpu",
     )  # fmt: skip
     runs = [made.directory, trained_runs["run"].directory]
     page = understudy.write_report(runs, out=tmp_path / "page.html").read_text()

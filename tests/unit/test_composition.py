@@ -70,7 +70,12 @@ def private(tmp_path_factory):
 
     def made(name, data, ledger="ledger.sqlite"):
         return understudy.synthesize(
-            data, settings=TINY, accountant="renyi", out=folder / name, ledger=folder / ledger
+            data,
+            method="psg",
+            settings=TINY,
+            accountant="renyi",
+            out=folder / name,
+            ledger=folder / ledger,
         ).certificate
 
     one, other = part_of(whole, "0,1"), part_of(whole, "2,3")

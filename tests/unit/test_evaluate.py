@@ -24,8 +24,8 @@ from understudy.synthetic import SyntheticSet
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     understudy.synthesize(
-        "digits", epsilon=10, accountant="renyi", settings={"rounds": 1, "outer": 2},
-        out=folder / "run", ledger=folder / "ledger.sqlite",
+        "digits", method="psg", epsilon=10, accountant="renyi",
+        settings={"rounds": 1, "outer": 2}, out=folder / "run", ledger=folder / "ledger.sqlite",
     )  # fmt: skip
     return folder
 
@@ -141,8 +141,9 @@ def test_a_set_without_labels_is_refused(run):
 def test_a_run_from_memory_needs_its_test_set(tmp_path):
     data = labelled_images(np.random.rand(40, 8, 8), np.arange(40) % 2)
     understudy.synthesize(
-        data, epsilon=10, accountant="renyi", settings={"rounds": 1, "outer": 1, "batch": 8},
-        out=tmp_path / "run", ledger=tmp_path / "ledger.sqlite",
+        data, method="psg", epsilon=10, accountant="renyi",
+        settings={"rounds": 1, "outer": 1, "batch": 8}, out=tmp_path / "run",
+        ledger=tmp_path / "ledger.sqlite",
     )  # fmt: skip
     with pytest.raises(InvalidData, match="not here any more; pass a test set with --test"):
         understudy.evaluate(tmp_path / "run")

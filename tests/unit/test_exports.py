@@ -20,7 +20,9 @@ from understudy.errors import InvalidSettings, OutputExists, StorageError, Verif
 from understudy.exports import FORMS, folder_names
 from understudy.synthetic import SyntheticSet
 
-QUICK = {"settings": {"rounds": 1, "outer": 1, "batches": 1}, "accountant": "renyi"}
+QUICK = {
+    "method": "psg", "settings": {"rounds": 1, "outer": 1, "batches": 1}, "accountant": "renyi",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["grey", "colour"])

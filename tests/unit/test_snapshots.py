@@ -27,7 +27,7 @@ def some_data():
 
 def a_run(tmp_path, **more):
     return understudy.synthesize(
-        some_data(), epsilon=8, delta=1e-3, accountant="renyi", settings=SETTINGS,
+        some_data(), method="psg", epsilon=8, delta=1e-3, accountant="renyi", settings=SETTINGS,
         out=tmp_path / "run", ledger=tmp_path / "ledger", **more,
     )  # fmt: skip
 

@@ -81,7 +81,7 @@ def _stages(method: str) -> Callable[..., None]:
         config
             TOML file with any of these options; flags on the command line win.
         method
-            Method of all stages; see `understudy methods`.
+            Method of all stages, see `understudy methods`; auto chooses one for each.
         keep_private_state
             Let a method with teachers write what they learned to private/, to be able to resume.
         curve

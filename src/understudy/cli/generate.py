@@ -18,10 +18,11 @@ from understudy.cli.settings import (
 )
 from understudy.data.reading import Reading
 from understudy.methods import check_makes_images
+from understudy.methods.choosing import AUTO
 from understudy.pipeline import load_data, synthesize
 from understudy.privacy.registration import RegistrationTerms
 
-DEFAULT_METHOD = "psg"
+DEFAULT_METHOD = AUTO
 
 
 def build(method: str) -> Callable[..., None]:
@@ -49,7 +50,7 @@ def build(method: str) -> Callable[..., None]:
         data
             Name of a known set (digits, mnist, ...), or path of a folder or file of images.
         method
-            Method of generation; see `understudy methods`.
+            Method of generation, see `understudy methods`; auto chooses one and says why.
         keep_private_state
             Let a method with teachers write what they learned to private/, to be able to resume; it
             is deleted at the end of the run.

@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import threading
+import tomllib
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownOptionError
 from cyclopts.config import Toml
 
 from understudy import __version__
@@ -121,8 +122,7 @@ def build_app(tokens: Sequence[str]) -> App:
         home = f"understudy.cli.{name.replace('-', '_')}"
         if name == command and name in WITH_METHOD_SETTINGS:
             module = importlib.import_module(home)
-            method = _option(tokens, "--method") or module.DEFAULT_METHOD
-            built = module.build(method)
+            built = module.build(_method(tokens) or module.DEFAULT_METHOD)
             named = {} if isinstance(built, App) else {"name": name, "help": explain}
             app.command(built, **named)
         else:
@@ -142,10 +142,23 @@ def _option(tokens: Sequence[str], name: str) -> str | None:
     return None
 
 
+def _method(tokens: Sequence[str]) -> str | None:
+    """Find the method that a command line or its configuration file names."""
+    named: object = _option(tokens, "--method")
+    config = _option(tokens, "--config")
+    if named is None and config is not None:
+        # What is wrong with the file, the parser says.
+        with contextlib.suppress(OSError, ValueError, RecursionError), open(config, "rb") as file:
+            named = tomllib.load(file).get("method")
+    return named if isinstance(named, str) else None
+
+
 def _report(tokens: Sequence[str], error: Exception, exit_code: int | None = None) -> int:
     """Print an error on one line; return the exit code."""
     code = exit_code or (error.exit_code if isinstance(error, UnderstudyError) else 2)
     message = one_line(error)
+    if isinstance(error, UnknownOptionError) and tokens[0] in WITH_METHOD_SETTINGS:
+        message += "" if _method(tokens) else " Settings of a method need --method."
     if "--json" in tokens:
         print(json.dumps({"event": "error", "message": message, "exit_code": code}), flush=True)
     print(f"understudy: {message}", file=sys.stderr, flush=True)

@@ -15,15 +15,17 @@ from understudy.cli.output import OutputOptions, make_output
 from understudy.cli.settings import given, settings_class
 from understudy.errors import InvalidSettings
 from understudy.files import home
-from understudy.methods import load_method
-from understudy.methods.method import configure
+from understudy.job import Request
+from understudy.job import planned as plan_of
+from understudy.methods.choosing import AUTO
 from understudy.privacy.accounting import Calibration, calibrate
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.randomness import tail_delta
 from understudy.privacy.secure import secret_randomness
+from understudy.progress import Progress
 from understudy.training.engine import choose_device
 
-DEFAULT_METHOD = "psg"
+DEFAULT_METHOD = AUTO
 NAMES: dict[Accountant, str] = {"pld": "PLD", "renyi": "Rényi"}
 
 
@@ -34,7 +36,7 @@ class PlanOptions:
     records: int
     """Number of units (N0)."""
     method: str = DEFAULT_METHOD
-    """Method of generation."""
+    """Method of generation; auto chooses one and says why."""
     epsilon: float = 10.0
     """Privacy budget."""
     delta: float = 1e-5
@@ -67,9 +69,8 @@ def build(method: str) -> Callable[..., None]:
     ) -> None:
         """Show noise, releases and cost of a run before spending anything."""
         budget = Budget(epsilon=options.epsilon, delta=options.delta)
-        budget.check_delta(options.records, allow_large=options.allow_large_delta)
-        facts, planned = _plan(options, given(settings))
         out = make_output(output)
+        facts, planned = _plan(options, given(settings), out)
         out.table(
             "Releases",
             ("release", "kind", "count", "sampling rate", "coordinates"),
@@ -94,7 +95,9 @@ def build(method: str) -> Callable[..., None]:
     return plan
 
 
-def _plan(options: PlanOptions, settings: dict[str, Any]) -> tuple[PublicFacts, Plan]:
+def _plan(
+    options: PlanOptions, settings: dict[str, Any], progress: Progress
+) -> tuple[PublicFacts, Plan]:
     channels = options.shape[0]
     facts = PublicFacts(
         units=options.records,
@@ -103,9 +106,15 @@ def _plan(options: PlanOptions, settings: dict[str, Any]) -> tuple[PublicFacts, 
         mean=(0.5,) * channels,
         std=(0.5,) * channels,
     )
-    method = load_method(options.method)
-    configured = configure(method, facts, options.epsilon, preset=options.preset, settings=settings)
-    planned = method(configured.config, facts, seed=0).plan()
+    asked = Request(
+        method=options.method,
+        epsilon=options.epsilon,
+        delta=options.delta,
+        preset=options.preset,
+        settings=settings,
+        allow_large_delta=options.allow_large_delta,
+    )
+    _, _, planned = plan_of(asked.settled(facts, progress), facts)
     if options.steps is None:
         return facts, planned
     if len(planned.releases) != 1:

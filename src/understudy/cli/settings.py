@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from cyclopts import Group, Parameter
 
 from understudy.methods import load_method
+from understudy.methods.choosing import AUTO, Common
 from understudy.privacy.certificate import Certificate
 
 
@@ -71,9 +72,10 @@ def guarantee(certificate: Certificate) -> str:
 
 def settings_class(method: str) -> type:
     """Return a dataclass with the fields of the method's configuration, each None unless given."""
-    config = load_method(method).config_class
+    config = Common if method == AUTO else load_method(method).config_class
     hints = get_type_hints(config)
-    group = Group(f"Settings of {method} (by default from the preset)")
+    whose = "all methods; --method NAME has more" if method == AUTO else method
+    group = Group(f"Settings of {whose} (by default from the preset)")
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(config):
         explained = Parameter(help=field.metadata["help"], group=group)

@@ -18,7 +18,7 @@ from understudy.files import canonical_json
 from understudy.finished import finished_release, opened
 from understudy.job import Request, StopRequest, stop_signals
 from understudy.methods import OF_CLASSIFIERS
-from understudy.pipeline import Data, load_data, make_run
+from understudy.pipeline import Data, load_data, make_run, settle
 from understudy.privacy import registration as registrations
 from understudy.privacy.group import is_in_group
 from understudy.privacy.ledger import Ledger
@@ -98,7 +98,9 @@ def learn_stages(
         for number, records in enumerate(stages, 1):
             place = Path(out) / f"stage-{number}"
             before = finished_release(places[-1]) if places else None
-            asked = _request(request, before)
+            asked = settle(
+                _request(request, before), records, terms=terms, ledger=book, progress=report
+            )
             report.say(f"stage {number} of {len(stages)}: {', '.join(records.class_names)}")
             if RunDirectory(place).is_finished:
                 _check_same(place, records, asked, book)

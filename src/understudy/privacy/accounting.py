@@ -52,7 +52,10 @@ TAIL_SHARES = (1e-6, 1e-3, 1e-1)
 FILTER_TAIL_SHARE = 0.1
 """Share of a data set's delta that the tails of all its runs together may take."""
 FINEST_INTERVAL, WIDEST_INTERVAL, COARSER = 1e-4, 1e-3, 10
-"""Discretisations of privacy losses: the least, the largest, and that of a first look."""
+"""Discretisations of privacy losses: the least and the largest that many releases need, and how
+much coarser a first look is."""
+FINER_THAN_EPSILON = 2000
+"""Steps of the discretisation that epsilon has at least: small budgets need finer ones."""
 LARGEST_LOG_MULTIPLIER = 14.0
 QUADRATURE_REACH, MOST_POINTS, ROUNDED_UP = 12.0, 10**7, 1e-12
 """Standard deviations beyond the outermost peaks, points, and what is added to a divergence."""
@@ -176,13 +179,16 @@ def replaced_divergence(rate: float, noise_multiplier: float, order: float) -> f
     return float(min(unsampled, max(0.0, log_integral) / (order - 1) + ROUNDED_UP))
 
 
-def fine_interval(plan: Plan) -> float:
+def fine_interval(plan: Plan, noise_multiplier: float, delta: float) -> float:
     """Return a discretisation of privacy losses that costs about 1e-4 of epsilon, or less.
 
     What it costs grows with the number of releases and the square of the interval; what it takes
-    to compute is inverse to the interval.
+    to compute is inverse to the interval. A small epsilon is made of small losses: it must not
+    vanish between two steps.
     """
-    return min(WIDEST_INTERVAL, max(FINEST_INTERVAL, math.sqrt(1e-3 / plan.total)))
+    by_count = min(WIDEST_INTERVAL, max(FINEST_INTERVAL, math.sqrt(1e-3 / plan.total)))
+    by_epsilon = _renyi(_gaussians(plan, noise_multiplier)).epsilon(delta) / FINER_THAN_EPSILON
+    return min(by_count, by_epsilon) or by_count
 
 
 def check_cost(plan: Plan, noise_multiplier: float) -> None:
@@ -219,7 +225,7 @@ def epsilon_curve(
         deltas: where to evaluate.
         accountant: how to compose.
         interval: discretisation of privacy losses; the result is an upper bound with any. By
-            default one that is fine enough.
+            default one that is fine enough at the smallest delta.
     """
     if noise_multiplier == 0:
         return [math.inf] * len(deltas)
@@ -229,7 +235,8 @@ def epsilon_curve(
         return [curve.epsilon(delta) for delta in deltas]
     if (sigma := _the_only_whole(gaussians)) is not None:
         return [float(dp_accounting.get_epsilon_gaussian(sigma, delta)) for delta in deltas]
-    losses = _losses(gaussians, interval or fine_interval(plan))
+    fine = interval or fine_interval(plan, noise_multiplier, min(deltas))
+    losses = _losses(gaussians, fine)
     return [float(losses.get_epsilon_for_delta(delta)) for delta in deltas]
 
 
@@ -273,10 +280,8 @@ def calibrate(plan: Plan, budget: Budget, *, cache: Path | None = None) -> Calib
                 delta_tail=budget.delta * share,
                 accountant=budget.accountant,
             )
-    raise InvalidSettings(
-        f"with noise multiplier {multiplier:.3g} the noise sampler's tail costs over a tenth of "
-        f"delta = {budget.delta:g}; lower epsilon, raise delta or plan fewer releases"
-    )
+    _check_tail(plan, budget, multiplier)
+    raise _cannot_calibrate(budget)
 
 
 def _calibrated_multiplier(
@@ -313,35 +318,69 @@ def _search(plan: Plan, budget: Budget, delta: float) -> float:
     whole = _the_only_whole(_gaussians(plan, 1.0))
     if budget.accountant == "pld" and whole is not None:
         return float(dp_accounting.get_sigma_gaussian(budget.epsilon, delta) / whole)
-    aim = budget.epsilon - min(EPSILON_TOLERANCE, budget.epsilon / 100) / 2
-
-    fine = fine_interval(plan)
-
-    def excess(log: float, accountant: Accountant, interval: float = COARSER * fine) -> float:
-        return epsilon_of(plan, math.exp(log), delta, accountant, interval=interval) - aim
-
-    def root(low: float, high: float, accountant: Accountant) -> float:
-        while excess(low, accountant) < 0:
-            low, high = low - 0.5, low
-        while excess(high, accountant) > 0:
-            low, high = high, high + 0.5
-            if high > LARGEST_LOG_MULTIPLIER:
-                raise _cannot_calibrate(budget)
-        return float(brentq(excess, low, high, args=(accountant,), xtol=1e-6, rtol=1e-9))
-
-    log = root(-1.0, 1.0, "renyi")
+    excess = _Excess(plan, budget, delta)
+    log = excess.root(-1.0, 1.0, "renyi")
     if budget.accountant == "renyi":
         return math.exp(log)
+    _check_tail(plan, budget, math.exp(log))  # with less noise it is larger
     # A fine evaluation takes seconds, a coarse one a tenth of it: search coarsely (PLD needs less
     # noise than Rényi, rarely by more than a fifth), then correct by a few Newton steps.
-    log = root(log - 0.2, log, "pld")
-    slope = (excess(log + 0.01, "pld") - excess(log - 0.01, "pld")) / 0.02
-    for _ in range(10):
-        gap = excess(log, "pld", fine)
-        if abs(gap) < (budget.epsilon - aim) / 2:
-            break
-        log -= gap / slope
-    return math.exp(log)
+    coarse = COARSER * fine_interval(plan, math.exp(log), delta)
+    log = excess.root(log - 0.2, log, "pld", coarse)
+    slope = (excess(log + 0.01, "pld", coarse) - excess(log - 0.01, "pld", coarse)) / 0.02
+    return math.exp(excess.corrected(log, slope))
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """How far epsilon is above what is aimed at, by the logarithm of the noise multiplier."""
+
+    plan: Plan
+    budget: Budget
+    delta: float
+
+    @property
+    def room(self) -> float:
+        """How far below the target to aim: rounding must not lead above it."""
+        return min(EPSILON_TOLERANCE, self.budget.epsilon / 100) / 2
+
+    def __call__(self, log: float, accountant: Accountant, interval: float | None = None) -> float:
+        found = epsilon_of(self.plan, math.exp(log), self.delta, accountant, interval=interval)
+        return found - (self.budget.epsilon - self.room)
+
+    def root(
+        self, low: float, high: float, accountant: Accountant, interval: float | None = None
+    ) -> float:
+        """Return where there is none, looking between two places first."""
+        while self(low, accountant, interval) < 0:
+            low, high = low - 0.5, low
+        while self(high, accountant, interval) > 0:
+            low, high = high, high + 0.5
+            if high > LARGEST_LOG_MULTIPLIER:
+                raise _cannot_calibrate(self.budget)
+        return float(brentq(self, low, high, args=(accountant, interval), xtol=1e-6, rtol=1e-9))
+
+    def corrected(self, log: float, slope: float) -> float:
+        """Return where there is nearly none by fine privacy losses, from a place near it."""
+        too_little, too_much = -math.inf, math.inf
+        for _ in range(20):
+            gap = self(log, "pld")
+            if abs(gap) < self.room / 2:
+                break
+            too_little, too_much = (log, too_much) if gap > 0 else (too_little, log)
+            log -= max(-0.5, min(0.5, gap / slope))
+            if not too_little < log < too_much:
+                log = (too_little + too_much) / 2
+        return log
+
+
+def _check_tail(plan: Plan, budget: Budget, multiplier: float) -> None:
+    """Refuse noise so small that the tail of its sampler costs too much of delta."""
+    if tail_delta(plan, multiplier) > budget.delta * TAIL_SHARES[-1]:
+        raise InvalidSettings(
+            f"with noise multiplier {multiplier:.3g} the noise sampler's tail costs over a tenth "
+            f"of delta = {budget.delta:g}; lower epsilon, raise delta or plan fewer releases"
+        )
 
 
 def _cannot_calibrate(budget: Budget) -> InvalidSettings:

@@ -1,0 +1,89 @@
+"""Which method is taken when nobody says."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from understudy.cli.main import main
+from understudy.methods import METHODS, OF_CLASSIFIERS, load_method
+from understudy.methods.choosing import AUTO, Common, choose
+from understudy.privacy.plan import PublicFacts
+
+IMAGE_METHODS = sorted(set(METHODS) - OF_CLASSIFIERS)
+
+
+def facts_of(units=60_000, classes=10, shape=(1, 28, 28)) -> PublicFacts:
+    channels = shape[0]
+    return PublicFacts(
+        units=units, class_names=tuple(map(str, range(classes))), shape=shape,
+        mean=(0.5,) * channels, std=(0.5,) * channels,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", IMAGE_METHODS)
+def test_settings_that_need_no_method_are_those_of_every_method(method):
+    known = {field.name for field in dataclasses.fields(load_method(method).config_class)}
+    assert {field.name for field in dataclasses.fields(Common)} <= known
+
+
+@pytest.mark.parametrize(
+    ("units", "epsilon", "wanted", "method"),
+    [
+        (60_000, 1.0, 10, "rehearsal"),
+        (60_000, 1.0, 6000, "rehearsal"),
+        (60_000, math.inf, 10, "rehearsal"),
+        (1438, 1.0, 10, "rehearsal"),
+        (1438, 1.0, 500, "dp-merf"),
+        (1438, 0.3, 10, "dp-merf"),
+        (100, 1.0, 10, "dp-merf"),
+    ],
+)
+def test_the_choice_follows_records_budget_and_size(units, epsilon, wanted, method):
+    choice = choose(facts_of(units), epsilon, {"images_per_class": wanted})
+    assert choice.method == method
+    assert choice.why.startswith(f"method {method}: ")
+    assert f"{units / 10:g} units per class at epsilon {epsilon:g}" in choice.why
+
+
+def call(*arguments, capsys):
+    code = 0
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_run_without_a_method_says_which_and_why(tmp_path, monkeypatch, capsys):
+    """The same command resumes it: the choice does not depend on what was spent meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["--epsilon", "0.1", "--images-per-class", "1", "--accountant", "renyi"]
+    asked += ["--ledger", "ledger", "--device", "cpu"]
+    code, out, err = call("generate", "digits", *asked, capsys=capsys)
+    assert code == 0, err
+    assert "method dp-merf: 143.8 units per class at epsilon 0.1 are few" in out + err
+    release = tmp_path / "runs" / "digits-dp-merf-eps0.1" / "release"
+    certificate = json.loads((release / "certificate.json").read_text())
+    assert certificate["method"]["name"] == "dp-merf"
+    assert certificate["method"]["settings"]["images_per_class"] == 1
+    out = "runs/digits-dp-merf-eps0.1"
+    code, said, err = call("generate", "digits", *asked, "--out", out, "--resume", capsys=capsys)
+    assert code == 0, err
+    assert "is finished already" in said + err
+
+
+def test_a_plan_without_a_method_says_which_and_why(capsys):
+    code, out, err = call("plan", "--records", "60000", "--epsilon", "1", capsys=capsys)
+    assert code == 0, err
+    assert "method rehearsal: 6000 units per class at epsilon 1 are enough" in out + err
+    assert "features" in out
+
+
+def test_settings_of_a_method_need_its_name(capsys):
+    code, _, err = call("generate", "digits", "--rounds", "3", capsys=capsys)
+    assert code == 2
+    assert "Settings of a method need --method." in err
+    assert AUTO not in METHODS
