@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from understudy.pipeline import (
         fetch,
         load_data,
-        pretrain,
-        pretrain_gan,
         register,
         synthesize,
         synthesize_all,
         train_classifier,
     )
+    from understudy.pretraining import pretrain, pretrain_gan
     from understudy.report import write_report
 
 # Loaded when first used, so that `understudy --help` does not wait for torch.
@@ -51,8 +50,8 @@ _HOMES = {
     "measure_convergence": "understudy.measures",
     "measure_memorisation": "understudy.measures",
     "measure_quality": "understudy.measures",
-    "pretrain": "understudy.pipeline",
-    "pretrain_gan": "understudy.pipeline",
+    "pretrain": "understudy.pretraining",
+    "pretrain_gan": "understudy.pretraining",
     "register": "understudy.pipeline",
     "sample": "understudy.finished",
     "synthesize": "understudy.pipeline",

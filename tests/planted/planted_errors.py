@@ -80,8 +80,9 @@ ERRORS = [
     Planted(
         name="a unit's records clipped one by one",
         at="privacy.records:Records.unit_rows",
-        old="if torch.equal(owner, torch.arange(len(chunk))):",
-        new="if True:",
+        old="            if self.one_each:\n                places, exist = self._slots(chunk)",
+        new="            if True:\n                places, exist = self._all_places(chunk)[0], "
+        "torch.ones(1, dtype=torch.bool)",
         caught_by=f"{GRADIENT}::test_clips_the_whole_vector_of_a_unit",
         shows="pytest.approx(1e-3",
     ),

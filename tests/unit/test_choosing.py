@@ -35,7 +35,7 @@ def test_settings_that_need_no_method_are_those_of_every_method(method):
         (60_000, 1.0, 6000, "rehearsal"),
         (60_000, math.inf, 10, "rehearsal"),
         (1438, 1.0, 10, "rehearsal"),
-        (1438, 1.0, 500, "dp-merf"),
+        (1438, 10.0, 500, "dp-merf"),
         (1438, 0.3, 10, "dp-merf"),
         (100, 1.0, 10, "dp-merf"),
     ],

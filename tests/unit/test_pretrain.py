@@ -22,7 +22,8 @@ from understudy.errors import (
     StorageError,
 )
 from understudy.nets.encoders import Encoder
-from understudy.pipeline import pretrain, register
+from understudy.pipeline import register
+from understudy.pretraining import pretrain
 from understudy.privacy.registration import RegistrationTerms
 from understudy.training.augmentation import shifted, shifted_and_mirrored
 from understudy.training.pretrained import load_encoder
@@ -196,7 +197,9 @@ def test_a_registered_public_benchmark_stays_public(digits, tmp_path, ledger):
 
 
 def test_outputs_are_checked_before_any_work(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("understudy.pipeline.train_encoder", lambda *_, **__: pytest.fail("worked"))
+    monkeypatch.setattr(
+        "understudy.pretraining.train_encoder", lambda *_, **__: pytest.fail("worked")
+    )
     with pytest.raises(InvalidSettings, match=r"called x\.pt, expected a name in \.safetensors"):
         pretrain(digits, out=tmp_path / "x.pt")
     (tmp_path / "x.safetensors").touch()

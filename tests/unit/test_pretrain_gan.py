@@ -17,7 +17,8 @@ from understudy.data.images import labelled_images
 from understudy.data.sources import read_source
 from understudy.errors import DataChanged, InvalidData, InvalidSettings, MissingWeights
 from understudy.methods.dp_gan import DPGAN, DPGANConfig
-from understudy.pipeline import pretrain_gan, register
+from understudy.pipeline import register
+from understudy.pretraining import pretrain_gan
 from understudy.privacy.plan import PublicFacts
 from understudy.training.engine import Engine
 from understudy.training.gan_pretraining import GANPretraining, PretrainedGAN, train_gan

@@ -31,7 +31,8 @@ from understudy.nets.rehearsed import RehearsedGenerator, warped
 from understudy.nets.released import Generator
 from understudy.privacy.accounting import epsilon_of
 from understudy.privacy.curator import Pace
-from understudy.privacy.plan import Block, Budget, Plan, PublicFacts
+from understudy.privacy.ledger import Ledger
+from understudy.privacy.plan import Block, Budget, Plan, PublicFacts, joint_bound
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.privacy.releases.class_sums import Embedding, class_sums
 from understudy.progress import Progress
@@ -218,13 +219,40 @@ def test_emptying_a_unit_moves_each_release_by_at_most_its_bound(units, ledger, 
             )
             worlds = [class_sums(access_to(d), embedding) for d in (data, without(data, 4))]
             moved = ((worlds[0] - worlds[1]) / scale).double().norm()
-            seen.append((release, float(moved), math.sqrt(len(blocks))))
+            seen.append((release, float(moved), joint_bound(blocks)))
             return real(embedding, release=release)
 
     method.run(Watching(), Progress())
     assert [name for name, _, _ in seen] == ["overview", "means", "moments", *["features"] * 2]
     for _, moved, bound in seen:
         assert 0 < moved <= bound * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("sorted_by_class", [True, False])
+def test_units_of_several_records_lead_to_the_same_gaussians(sorted_by_class, tmp_path):
+    """Each answer scales what a unit adds by another factor; divided by one count, they err."""
+    plain, owners = stripes(), np.arange(300) // 5
+    order = np.argsort(plain.labels, kind="stable") if sorted_by_class else np.arange(300)
+    held = labelled_images(
+        plain.images[order], plain.labels[order], classes=3, units=owners, unit="patient",
+        name="held",
+    )  # fmt: skip
+    free, found = Budget(epsilon=float("inf"), delta=1e-5), []
+    for number, data in enumerate((plain, held)):
+        ledger = Ledger(tmp_path / f"ledger{number}")  # of a world of its own
+        vault = a_vault(ledger, data)
+        method = a_method(TINY | {"waves": 30, "components": 8}, vault.facts)
+        curator = vault.open(
+            method.plan(), free, ledger, workspace=tmp_path / f"{number}", run_id=f"{number}",
+            allow_large_delta=True,
+        )  # fmt: skip
+        sizes, mean = method._overview(curator)
+        gaussians = method._gaussians(curator, sizes, mean)
+        contrast = (gaussians.mean - gaussians.mean.mean(0)).norm()
+        found.append((float(contrast), float(gaussians.factor.square().sum())))
+    (contrast, variance), (same_contrast, same_variance) = found
+    assert same_contrast == pytest.approx(contrast, rel=0.05)
+    assert same_variance == pytest.approx(variance, rel=0.2)
 
 
 def test_shares_of_the_budget_are_kept_whatever_the_number_of_releases():
@@ -343,13 +371,32 @@ def test_a_large_run_is_the_same_wherever_it_was_cut_off(ledger, tmp_path):
         return a_method(LARGE, vault.facts).run(curator, Progress())
 
     whole = run("whole", injected(), iter(()))
-    for cut in (1, 3, 5, 7, 8):
+    for cut in (1, 3, 5, 6, 7, 8):
         draws = injected()
         with pytest.raises(Interrupted):
             run(f"cut{cut}", draws, iter([False] * (cut - 1) + [True]))
         again = run(f"cut{cut}", draws, iter(()))
         assert torch.equal(whole.images, again.images)
         assert torch.allclose(whole.soft_labels, again.soft_labels, atol=1e-5)
+
+
+def test_a_run_without_a_refiner_goes_on_where_it_was_cut_off(ledger, tmp_path):
+    """An act that was left out has nothing to restore."""
+    settings = TINY | {"refine_steps": 0, "match_steps": 6}
+    vault = a_vault(ledger, some_images(60))
+
+    def run(stops):
+        method = a_method(settings, vault.facts)
+        pace = Pace(seconds=0.0, should_stop=lambda: next(stops, False))
+        curator = vault.open(
+            method.plan(), LOOSE, ledger, workspace=tmp_path / "w", run_id="r", pace=pace,
+            allow_large_delta=True,
+        )  # fmt: skip
+        return method.run(curator, Progress())
+
+    with pytest.raises(Interrupted):
+        run(iter([False] * 4 + [True]))
+    assert run(iter(())).images.shape == (6, 1, 8, 8)
 
 
 @pytest.mark.parametrize("settings", [TINY, LARGE], ids=["small", "large"])

@@ -11,7 +11,8 @@ from cyclopts import Parameter
 from understudy.cli.output import OutputOptions, make_output
 from understudy.cli.settings import MachineOptions
 from understudy.data.reading import Reading
-from understudy.pipeline import load_data, pretrain_gan
+from understudy.pipeline import load_data
+from understudy.pretraining import pretrain_gan
 from understudy.training.gan_pretraining import GANPretraining
 
 

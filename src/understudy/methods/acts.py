@@ -32,7 +32,7 @@ class Acts:
         """
         first, self._before = self._before, self._before + steps
         if self._done > first:
-            state = filled(state, self._saved[name])
+            state = filled(state, self._saved.get(name, {}))  # an act without tensors left none
         left = range(max(0, self._done - first), steps)
         for step in self._progress.steps(left, spent=self._curator.epsilon_spent, what=name):
             state = advance(step, state)

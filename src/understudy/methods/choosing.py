@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from understudy.methods.method import setting
-from understudy.methods.rehearsal import LARGE
+from understudy.methods.rehearsal import LARGE, TEACHABLE
 from understudy.privacy.plan import PublicFacts
 
 AUTO = "auto"
 """In place of a method: choose one."""
-ENOUGH_FOR_FEW, ENOUGH_FOR_MANY = 100, 300
-"""Units of a class, times epsilon, from which on Rehearsal's several questions pay: for small sets,
-and for large ones. From docs/results/choices.md."""
+ENOUGH_FOR_FEW = 100
+"""Units of a class, times epsilon, from which on Rehearsal's several questions pay in small sets;
+in large ones they do where it can afford a teacher. Measured: docs/results/choices.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def choose(facts: PublicFacts, epsilon: float, settings: Mapping[str, Any]) -> C
     ('rehearsal', 'dp-merf')
     """
     wanted = settings.get("images_per_class", Common.images_per_class)
-    enough = ENOUGH_FOR_MANY if wanted >= LARGE else ENOUGH_FOR_FEW
+    enough = TEACHABLE if wanted >= LARGE else ENOUGH_FOR_FEW
     units = facts.units / facts.classes
     found = f"{units:.4g} units per class at epsilon {epsilon:g}"
     if units * epsilon >= enough:

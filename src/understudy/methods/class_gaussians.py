@@ -26,7 +26,7 @@ def clipped(vector: Tensor, bound: float) -> Tensor:
     return vector * scale
 
 
-def class_sizes(noisy: Tensor, units: int, noise_std: float) -> Tensor:
+def class_sizes(noisy: Tensor, units: float, noise_std: float) -> Tensor:
     """Estimate the sizes of classes (classes,): noisy ones, drawn to equal ones as noise demands.
 
     >>> class_sizes(torch.tensor([120.0, 80.0, -5.0]), 150, noise_std=0).tolist()

@@ -15,7 +15,7 @@ Our own; what it owes to others: see docs/methods/rehearsal.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from understudy.errors import InvalidSettings
 from understudy.methods.acts import Acts
 from understudy.methods.class_gaussians import (
+    SMALLEST,
     ClassGaussians,
     class_differences,
     class_sizes,
@@ -70,6 +71,8 @@ TEACHABLE = 5000
 """Records of a class, times epsilon, from which on a teacher is worth its budget."""
 WAVES = 0.22
 """Waves of an image, as a share of its pixels; at least 36, at most 171."""
+COUNTS = 3.0
+"""Where units have several records: noise on the count beside each sum, relative to the sum's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +160,6 @@ def _by_facts(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> d
     }
 
 
-def _best(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return many wide networks, and many steps."""
-    return _by_facts(facts, epsilon, given)
-
-
 def _small(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings for a few thousand small images: small networks, fewer steps."""
     settings = {
@@ -178,7 +176,7 @@ class Rehearsal:
     summary: ClassVar[str] = "a few noisy answers, then images rehearsed against them for free"
     presets: ClassVar[dict[str, Preset]] = {
         "best": Preset(
-            _best,
+            _by_facts,
             "digits and USPS, including their test splits; sizes and numbers of steps are those of "
             "a forerunner, tried on MNIST and Fashion-MNIST, including their test splits",
         ),
@@ -209,39 +207,31 @@ class Rehearsal:
         pixels = facts.shape[1] * facts.shape[2]
         self.spread = math.sqrt(pixels * sum(std**2 for std in facts.std))
         """Root mean square of an image, if pixels vary as declared."""
+        # What a unit of several records adds is scaled as a whole, in each answer by another
+        # factor. So each answer then says itself how many records it is of.
+        count = Block(name="counts", dimension=1, ratio=COUNTS)
+        self.counts = () if facts.one_each else (count,)
 
     # What is asked
 
     def plan(self) -> Plan:
         """The lines that the settings ask for, under one budget."""
         config, waves = self.config, len(self.waves)
+        long, middle, short = (bound * self.spread for bound in (LONG, MIDDLE, SHORT))
+        counts = Block(name="counts", dimension=1)
+        mean = Block(name="mean", dimension=waves, bound=long, by_class=False)
+        means = Block(name="means", dimension=waves, bound=middle)
+        moments = Block(name="moments", dimension=waves * (waves + 1) // 2, bound=short**2)
         lines = [
-            self._sums(
-                "overview",
-                config.overview_share,
-                Block(name="counts", dimension=1),
-                Block(name="mean", dimension=waves, bound=LONG * self.spread, by_class=False),
-            ),
-            self._sums(
-                "means",
-                config.means_share,
-                Block(name="means", dimension=waves, bound=MIDDLE * self.spread),
-            ),
-            self._sums(
-                "moments",
-                config.moments_share,
-                Block(
-                    name="moments",
-                    dimension=waves * (waves + 1) // 2,
-                    bound=(SHORT * self.spread) ** 2,
-                ),
-            ),
+            self._sums("overview", config.overview_share, counts, mean),
+            self._sums("means", config.means_share, means, *self.counts),
+            self._sums("moments", config.moments_share, moments, *self.counts),
         ]
         if config.networks:
             size = self.network.init(public_generator(self.seed, "plan"))["linear.weight"].shape[1]
-            block = Block(name="features", dimension=size)
+            blocks = (Block(name="features", dimension=size), *self.counts)
             lines.append(
-                self._sums("features", config.features_share, block, count=config.networks)
+                self._sums("features", config.features_share, *blocks, count=config.networks)
             )
         if config.teacher_steps:
             lines.append(
@@ -296,8 +286,7 @@ class Rehearsal:
             return [seen.new_ones(1), clipped(seen, LONG * self.spread)]
 
         found = curator.class_sums(Embedding(embed, line.blocks), release="overview")
-        noise_std = self._noise(curator, line)
-        sizes = class_sizes(found["counts"].flatten(), self.facts.units, noise_std)
+        sizes = self._counted(curator, line, found, self.facts.units)
         return sizes, found["mean"] / sizes.sum()
 
     def _gaussians(self, curator: Curator, sizes: Tensor, mean: Tensor) -> ClassGaussians:
@@ -309,7 +298,7 @@ class Rehearsal:
         def from_all(image: Tensor) -> list[Tensor]:
             return [clipped(waves @ self._centred(image) - mean, middle)]
 
-        found = curator.class_sums(Embedding(from_all, first.blocks), release="means")
+        found, sizes = self._asked(curator, first, from_all, sizes, takes_label=False)
         noise_std = middle * self._noise(curator, first)
         means = mean + class_differences(found["means"], sizes, noise_std)
 
@@ -317,8 +306,7 @@ class Rehearsal:
             differs = clipped(waves @ self._centred(image) - means[label], short)
             return [upper_triangle(differs)]
 
-        embedding = Embedding(from_class, second.blocks, takes_label=True)
-        found = curator.class_sums(embedding, release="moments")
+        found, sizes = self._asked(curator, second, from_class, sizes)
         fitted = ClassGaussians.fitted(
             means,
             found["moments"],
@@ -350,12 +338,44 @@ class Rehearsal:
             beyond = Beyond.found(lens, moved(drawn, device), images, labels, classes=classes)
             beyond = beyond if config.centre else beyond.as_such()
             made = curator.released
-            embedding = Embedding(beyond, line.blocks, takes_label=True)
-            sums = curator.class_sums(embedding, release="features")["features"]
+            found, counted = self._asked(curator, line, beyond, sizes)
             if curator.released > made:  # and not only repeated, after a run was cut off
                 curator.checkpoint(0, {})
-            sights.append(Sight(beyond.weights, beyond.target(sums, sizes)))
+            target = beyond.target(found["features"], counted)
+            sights.append(Sight(beyond.weights, target))
         return sights
+
+    def _asked(
+        self,
+        curator: Curator,
+        line: PlannedRelease,
+        function: Callable[..., list[Tensor]],
+        sizes: Tensor,
+        *,
+        takes_label: bool = True,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Ask for the sums of a line; return them, and the sizes of classes to divide them by."""
+
+        def counting(*record: Tensor) -> list[Tensor]:
+            return [*function(*record), record[0].new_ones(1)]
+
+        embed = counting if self.counts else function
+        embedding = Embedding(embed, line.blocks, takes_label=takes_label)
+        found = curator.class_sums(embedding, release=line.name)
+        if self.counts:
+            sizes = self._counted(curator, line, found, float(sizes.sum()))
+        return found, sizes
+
+    def _counted(
+        self, curator: Curator, line: PlannedRelease, found: dict[str, Tensor], total: float
+    ) -> Tensor:
+        """Return the sizes of classes, as a line counts them: of records, or of scaled ones."""
+        noisy = found["counts"].flatten()
+        (ratio,) = (block.ratio for block in line.blocks if block.name == "counts")
+        noise_std = ratio * self._noise(curator, line)
+        if self.counts:  # nothing says how many there should be
+            total = max(float(noisy.sum()), SMALLEST * total)
+        return class_sizes(noisy, total, noise_std)
 
     def _refined(self, acts: Acts, curator: Curator, fixed: Params, sights: list[Sight]) -> Params:
         """Train the refiner, each step on other samples and through another network."""
@@ -405,9 +425,15 @@ class Rehearsal:
         assert teacher is not None
         images, labels = self._samples(self._still, params, "refined")
         parts = torch.split(images, AT_ONCE)
-        described = torch.cat([teacher.scattering(part) for part in parts])
-        generator = public_generator(self.seed, "components")
-        sight = whitening(described, teacher.dimension, generator)
+
+        def look(_: int, __: Any) -> Any:
+            described = torch.cat([teacher.scattering(part) for part in parts])
+            generator = public_generator(self.seed, "components")
+            return whitening(described, teacher.dimension, generator)
+
+        # An act of its own: looked for again, components may come out turned, by rounding alone.
+        nothing = dict.fromkeys(("project", "offset"), images.new_zeros(0))
+        sight = acts.play("components", 1, nothing, look)
         seen = torch.cat([teacher.sees(sight, part) for part in parts])
         view = View(lambda image: teacher.sees(sight, image[None])[0])
         loss, lr, half = TeacherLoss(), config.teacher_lr, config.teacher_steps // 2

@@ -16,8 +16,9 @@ from understudy.privacy.sampling import Access
 
 GRID_BITS = 20
 """Answers are rounded to a grid of the noise's standard deviation / 2**20, or up to half that."""
-CLIP_MARGIN = 1e-9
-"""Contributions are scaled to just below the bound: rounding must not carry them over."""
+CLIP_MARGIN = 1e-6
+"""Contributions are scaled to just below the bound: rounding, of theirs and of others in a batch
+that is larger by one, must not carry them over."""
 
 LARGEST_RATIO = 1e100
 """Rows longer than this many bounds count as not finite."""

@@ -193,10 +193,8 @@ class Curator(Sealed):
             members: how many.
             at_once: how many of them to work on at a time; by default as many as fit.
         """
-        if self._group.size > 1:
-            raise InvalidSettings("an ensemble lives in one process; run it without torchrun")
         made = Ensemble(
-            self._records, self.facts, state, members=members, at_once=at_once, engine=self.engine
+            self._records, self.facts, state, members=members, at_once=at_once, engine=self._engine
         )
         if self._has_voted_before and not self.is_exhausted:  # or nobody will be asked any more
             tensors = self._blocks.checkpoint.tensors if self._blocks.checkpoint else {}
@@ -204,7 +202,7 @@ class Curator(Sealed):
             if not kept:
                 raise InvalidSettings(
                     "this run was cut off, and what its ensemble had learned is gone with the "
-                    "process; start a new run (what it released stays charged), with "
+                    "process; start a new run (this one's whole budget stays charged), with "
                     "--keep-private-state if it may be cut off again"
                 )
             made.take(kept)

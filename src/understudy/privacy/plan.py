@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from understudy.data.reading import RECORD
 from understudy.errors import InvalidSettings, PlanViolation
 
 Kind = Literal["gradient", "class_sums", "histogram", "votes", "sample_gradient", "batch_gradient"]
 OF_ENSEMBLES: frozenset[Kind] = frozenset({"votes", "sample_gradient"})
 """Kinds whose answers come from what members learned, which no run survives."""
+IN_ONE_PROCESS: frozenset[Kind] = OF_ENSEMBLES | {"batch_gradient"}
+"""Kinds whose answers need all units in one place; others are sums, and come in parts."""
 REPLACING: frozenset[Kind] = frozenset({"sample_gradient"})
 """Kinds that sample members: emptying a unit's slot turns a sampled answer into another."""
 Accountant = Literal["pld", "renyi"]
@@ -39,6 +42,11 @@ class PublicFacts:
     def classes(self) -> int:
         """Number of classes."""
         return len(self.class_names)
+
+    @property
+    def one_each(self) -> bool:
+        """Whether a unit has one record; otherwise it may have several."""
+        return self.unit == RECORD or self.max_per_unit == 1
 
     @property
     def all_classes(self) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ ROW_BYTES = 10 * 2**20
 """Memory that the rows of one chunk should take: what a processor's cache holds."""
 MOST_ROW_BYTES, FEW = 2**28, 16
 """Memory that they may take where that would be only a few rows."""
-MOST_RECORDS = 256
-"""Records that a function sees at once."""
+MOST_RECORDS, FEW_RECORDS = 256, 32
+"""Records that a function sees at once, at most; and at least, where units have several."""
 
 Rows = list[Tensor]
 """One row per record or unit, in blocks (n, ...): a row is one slice of every block."""
@@ -47,6 +47,14 @@ class View:
 def seen(kept: Tensor) -> Tensor:
     """Bring bytes to [0, 1]; what a view has made of records is kept as it is."""
     return kept.float() / 255 if kept.dtype == torch.uint8 else kept
+
+
+def _where(exist: Tensor, rows: Rows) -> Rows:
+    """Return the rows of records that exist, and zeros for the others."""
+    if exist.all():
+        return rows
+    there = exist.to(rows[0].device)
+    return [torch.where(there.view(-1, *[1] * (row.ndim - 1)), row, 0) for row in rows]
 
 
 class Records(Sealed):
@@ -132,19 +140,37 @@ class Records(Sealed):
         if units_at_once < FEW:  # rows that no cache holds anyway
             units_at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), FEW, most))
         for chunk in torch.split(units, units_at_once):
+            if self.one_each:
+                places, exist = self._slots(chunk)
+                if exist.any():
+                    yield _where(exist, self._contributions(places, contribution, inputs))
+                continue
             places, owner = self._all_places(chunk)
-            if len(owner) == 0:  # no unit, or only empty slots: nothing to add
-                continue
-            if torch.equal(owner, torch.arange(len(chunk))):  # one record each
-                yield self._contributions(places, contribution, inputs)
-                continue
             rows: Rows = []
-            for some in torch.split(torch.arange(len(owner)), units_at_once):
-                found = self._contributions(places[some], contribution, inputs)
+            # As many at a time as there are units, or a few: a number that no record has a part in.
+            at_once = min(units_at_once, max(len(chunk), FEW_RECORDS))
+            for some in torch.split(torch.arange(len(owner)), at_once):
+                if len(some) == 0:  # no unit, or only empty slots: nothing to add
+                    continue
+                there, _ = self._filled(places[some], at_once)
+                found = self._contributions(there, contribution, inputs)
                 rows = rows or [block.new_zeros(len(chunk), *block.shape[1:]) for block in found]
                 for block, more in zip(rows, found, strict=True):
-                    block.index_add_(0, owner[some].to(block.device), more)
-            yield rows
+                    block.index_add_(0, owner[some].to(block.device), more[: len(some)])
+            if rows:
+                yield rows
+
+    def _slots(self, units: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where the records of units of one record are, and whether they exist.
+
+        An empty slot keeps its place in a batch, so that the others keep theirs. In a batch of
+        another size kernels may round otherwise, and one unit would move what all others add.
+        """
+        if len(self._places) == 0:
+            return torch.zeros_like(units), torch.zeros_like(units, dtype=torch.bool)
+        first = self._starts[units]
+        exist = self._starts[units + 1] > first
+        return self._places[first.clamp(max=len(self._places) - 1)], exist
 
     def _all_places(self, units: Tensor) -> tuple[Tensor, Tensor]:
         """Return where all records of units are, and the position of each one's unit in `units`."""
@@ -162,11 +188,13 @@ class Records(Sealed):
     def through(self, view: View, one_by_one: Callable[[Tensor], Tensor]) -> Records:
         """Return the same records as a view shows them; `one_by_one` applies it to several."""
         if len(self._places) and view not in self._views:
-            parts = torch.split(self._places.to(self.device), MOST_RECORDS)
+            count = len(self._places)
+            parts = torch.split(self._places, MOST_RECORDS)
+            there = [self._filled(part, MOST_RECORDS)[0] for part in parts]
             self._views[view] = Records(
-                torch.cat([one_by_one(seen(self._images[part])) for part in parts]),
-                torch.cat([self._labels[part] for part in parts]),
-                torch.arange(len(self._places)),
+                torch.cat([one_by_one(seen(self._images[part])) for part in there])[:count],
+                self._labels[self._places.to(self.device)],
+                torch.arange(count),
                 self._starts,
                 one_each=self.one_each,
             )
@@ -175,19 +203,16 @@ class Records(Sealed):
     def record_rows(
         self, units: Tensor, contribution: Contribution, inputs: Params, *, dimension: int
     ) -> Iterator[tuple[Rows, Tensor]]:
-        """Yield, chunk by chunk, each record's row, and its label. For units of one record."""
-        at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), MOST_RECORDS))
-        for part in torch.split(self._only_places(units), at_once):
-            if len(part):
-                yield (
-                    self._contributions(part, contribution, inputs),
-                    self._labels[part.to(self.device)],
-                )
+        """Yield, chunk by chunk, each record's row, zero without one, and its label.
 
-    def _only_places(self, units: Tensor) -> Tensor:
-        """Return where the records of units are that have one each, or none."""
-        starts = self._starts
-        return self._places[starts[units][starts[units + 1] > starts[units]]]
+        For units of one record.
+        """
+        at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), MOST_RECORDS))
+        for chunk in torch.split(units, at_once):
+            places, exist = self._slots(chunk)
+            if exist.any():
+                rows = _where(exist, self._contributions(places, contribution, inputs))
+                yield rows, self._labels[places.to(self.device)]
 
     def padded_places(self, units: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, `size` by `size`, where the units' records are, and which of the places count.
@@ -195,9 +220,10 @@ class Records(Sealed):
         For units of one record. The last part is filled up with places that do not count; nothing
         is ever left out.
         """
-        for part in torch.split(self._only_places(units), size):
-            if len(part):
-                yield self._filled(part, size)
+        for chunk in torch.split(units, size):
+            places, exist = self._slots(chunk)
+            if exist.any():
+                yield self._filled(places, size, exist)
 
     def whole_batch(self, units: Tensor, least: int) -> tuple[Tensor, Tensor] | None:
         """Return where all records of units are, and which of the places count; None without any.
@@ -213,10 +239,13 @@ class Records(Sealed):
             size *= 2
         return self._filled(places, size)
 
-    def _filled(self, places: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Fill places up to `size` with some that do not count."""
+    def _filled(
+        self, places: Tensor, size: int, exist: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Fill places up to `size` with some that do not count; all that `exist` do."""
         filled = torch.zeros(2, size, dtype=torch.int64)
-        filled[0, : len(places)], filled[1, : len(places)] = places, 1
+        filled[0, : len(places)] = places
+        filled[1, : len(places)] = 1 if exist is None else exist
         if self.device.type == "cuda":  # so that the copy does not wait for the GPU
             filled = filled.pin_memory().to(self.device, non_blocking=True)
         return filled[0], filled[1].bool()

@@ -27,7 +27,7 @@ from understudy.privacy.client import Client, Critic, Offer
 from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Charge, Ledger, Limit
-from understudy.privacy.plan import Budget, Plan, PublicFacts
+from understudy.privacy.plan import IN_ONE_PROCESS, Budget, Plan, PublicFacts
 from understudy.privacy.randomness import Randomness
 from understudy.privacy.records import Records
 from understudy.privacy.registration import Registration, is_registered_as
@@ -122,6 +122,12 @@ class Vault(Sealed):
             BudgetRefused: the lifetime budget does not allow the plan.
         """
         budget.check_delta(self.facts.units, allow_large=allow_large_delta)
+        kinds = {line.kind for line in plan} & IN_ONE_PROCESS
+        if self._group.size > 1 and kinds:  # before anything is charged
+            raise InvalidSettings(
+                f"{min(kinds)} needs all units in one process, and there are {self._group.size}; "
+                "run it without torchrun"
+            )
         source = randomness or secret_randomness(self.device)
         is_private = budget.is_private and source.is_secret
         calibration = self._admit(
@@ -319,5 +325,5 @@ def _part(
         units[group.rank :: group.size],
         max_per_unit=facts.max_per_unit,
         device=engine.device,
-        one_each=facts.unit == "record" or facts.max_per_unit == 1,
+        one_each=facts.one_each,
     )
