@@ -201,7 +201,7 @@ def _guarantee(about: About, what: str, done: str) -> str:
     return (
         f"Differential privacy with epsilon {never_less(about.epsilon):g} and delta "
         f"{about.delta:g}, for each {unit}. If the data of any one {unit} were missing, every "
-        f"possible outcome would still be about as likely: within a factor of e^epsilon = "
+        f"possible outcome would still be as likely, within a factor of e^epsilon = "
         f"{factor(about.epsilon)}; delta bounds the probability that this fails. The smaller "
         f"epsilon is, the less can anyone learn from this {what} about a single {unit}. "
         "`certificate.json` says how this was reached."

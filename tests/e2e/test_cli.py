@@ -395,4 +395,6 @@ def test_verify_says_what_is_wrong(folder, capsys):
     code, _, err = call("verify", "run", capsys=capsys)
     assert code == 5
     assert "README.md" in err
-    assert call("verify", folder / "nowhere", capsys=capsys)[0] == 5
+    assert call("verify", folder / "nowhere", capsys=capsys)[0] == 2
+    (folder / "empty").mkdir()
+    assert call("verify", folder / "empty", capsys=capsys)[0] == 5
