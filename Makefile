@@ -51,7 +51,7 @@ demo: setup
 	$(BIN)/understudy verify "$$run" --ledger
 	$(BIN)/understudy report "$$run" --ledger
 	$(BIN)/understudy report "$$run" --shareable
-	echo "Open $$run/private/report.html; $$run-report.html is the part of it that may be shared"
+	echo "Open $$run/private/report.html; $$run-report.html is made from released files alone"
 
 # The report page is tested in a browser. Without one, those tests are skipped and say so.
 browser:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 
 from understudy.nets.params import parameter_count
 from understudy.nets.released import Artefact, Classifier
@@ -17,6 +18,8 @@ from understudy.privacy.certificate import Certificate
 from understudy.privacy.plan import PublicFacts
 from understudy.synthetic import SyntheticSet
 
+LARGEST_FACTOR = 1e6
+"""From here on a factor is written as a power of ten."""
 SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
 
 
@@ -44,6 +47,20 @@ class About:
         )
 
 
+_SET_IS_FOR = """\
+Training and testing models where the real data cannot go. The images are not photographs of
+anything and need not look like the real ones."""
+_SET_IS_NOT_FOR = """\
+Conclusions about single persons, rare cases, or the exact frequencies of the real data. The set may
+share biases of the real data."""
+_CLASSIFIER_IS_FOR = """\
+Naming images like those that it was trained on, where these cannot go. Training it further on other
+data costs those who were in its training data no more privacy."""
+_CLASSIFIER_IS_NOT_FOR = """\
+Images of another kind, or decisions about persons without a test of how it errs for them: it may
+share biases of the real data, and noise makes it worse for rare classes."""
+
+
 def never_less(epsilon: float) -> float:
     """Round an epsilon for reading, upwards.
 
@@ -53,16 +70,19 @@ def never_less(epsilon: float) -> float:
     return math.ceil(epsilon * 1000) / 1000
 
 
-def factor(epsilon: float) -> float:
-    """Return e^epsilon, infinite where floating-point numbers end.
+def factor(epsilon: float) -> str:
+    """Write e^epsilon for reading, rounded upwards, epsilon first: a card and a page say the same.
 
-    >>> factor(0), factor(1e4)
-    (1.0, inf)
+    >>> factor(0.0), factor(1.0), factor(5.0), factor(16.0), factor(800.0)
+    ('1', '2.72', '149', '8.9e+6', 'more than 1e+308')
     """
     try:
-        return math.exp(epsilon)
+        odds = math.exp(never_less(epsilon))
     except OverflowError:
-        return math.inf
+        return "more than 1e+308"
+    if odds >= LARGEST_FACTOR:
+        return f"{Context(prec=2, rounding=ROUND_CEILING).create_decimal(odds):.1e}"
+    return f"{math.ceil(odds):,}" if odds >= 100 else f"{math.ceil(100 * odds) / 100:g}"
 
 
 def card_of(about: About, made: Artefact, files: Mapping[str, str]) -> str:
@@ -91,7 +111,6 @@ def data_card(
     kind = "labelled" if synthetic.is_labelled else "unlabelled"
     size = next((name for most, name in SIZES if count < most), "n>1M")
     title = f"A synthetic stand-in for {about.name}"
-    unit = _quoted(about.facts.unit)
     fields = (
         f"pretty_name: {json.dumps(title, ensure_ascii=False)}",
         "task_categories:",
@@ -109,15 +128,7 @@ def data_card(
 
 {_guarantee(about, "set", "made")}
 
-## What it is for
-
-Training and testing models where the real data cannot go. The images are not photographs of
-anything and need not look like the real ones.
-
-## What it is not for
-
-Conclusions about single persons, rare cases, or the exact frequencies of the real data. The set may
-share biases of the real data. A guarantee for each {unit} does not hide what is true of many.
+{_purpose(about, _SET_IS_FOR, _SET_IS_NOT_FOR)}
 
 ## Files
 
@@ -130,7 +141,6 @@ def model_card(about: About, classifier: Classifier, files: Mapping[str, str]) -
     fields = ("pipeline_tag: image-classification", "library_name: understudy")
     size = f"{parameter_count(classifier.params):,} parameters"
     shape = f"(n, {', '.join(map(str, classifier.shape))})"
-    unit = _quoted(about.facts.unit)
     return f"""{_header(about, fields, ["image-classification"])}
 # A classifier trained on {_quoted(about.name)}
 
@@ -149,16 +159,7 @@ names = [classifier.class_names[label] for label in labels]
 
 {_guarantee(about, "classifier", "trained")}
 
-## What it is for
-
-Naming images like those that it was trained on, where these cannot go. It can be trained on, at no
-cost in privacy for who was in its training data.
-
-## What it is not for
-
-Images of another kind, or decisions about persons without a test of how it errs for them: it may
-share biases of the real data, and noise makes it worse for rare classes. A guarantee for each
-{unit} does not hide what is true of many.
+{_purpose(about, _CLASSIFIER_IS_FOR, _CLASSIFIER_IS_NOT_FOR)}
 
 ## Files
 
@@ -197,11 +198,22 @@ def _guarantee(about: About, what: str, done: str) -> str:
     if about.epsilon is None:
         return f"**None.** This {what} was {done} without noise. Do not share it."
     unit = _quoted(about.facts.unit)
-    epsilon = never_less(about.epsilon)
     return (
-        f"Differential privacy with epsilon {epsilon:g} and delta {about.delta:g}, for "
-        f"each {unit}: had the data of any one {unit} been emptied, every possible outcome would "
-        f"have been about as likely, within a factor of e^epsilon = {factor(epsilon):.4g}, but "
-        f"for delta. The smaller epsilon is, the less can anyone learn from this {what} about a "
-        f"single {unit}. `certificate.json` says how this was reached."
+        f"Differential privacy with epsilon {never_less(about.epsilon):g} and delta "
+        f"{about.delta:g}, for each {unit}. If the data of any one {unit} were missing, every "
+        f"possible outcome would still be as likely, within a factor of e^epsilon = "
+        f"{factor(about.epsilon)}; delta bounds the probability that this fails. The smaller "
+        f"epsilon is, the less can anyone learn from this {what} about a single {unit}. "
+        "`certificate.json` says how this was reached."
     )
+
+
+def _purpose(about: About, wanted: str, unwanted: str) -> str:
+    """Say what to do with it: without a guarantee there is little that one may."""
+    if about.epsilon is None:
+        wanted = "Showing those who may see the private data what could be reached without noise."
+        unwanted = f"Anything else: it may show the data of any one {_quoted(about.facts.unit)}."
+    else:
+        many = f"A guarantee for each {_quoted(about.facts.unit)} does not hide what is true of"
+        unwanted += f"\n{many} many."
+    return f"## What it is for\n\n{wanted}\n\n## What it is not for\n\n{unwanted}"

@@ -8,6 +8,15 @@ from __future__ import annotations
 from understudy.text import one_line
 
 
+def installing(extra: str) -> str:
+    """Say how to install what only some need; the package is on no index.
+
+    >>> installing("parquet")
+    "install it, in the folder of understudy's source, with: pip install '.[parquet]'"
+    """
+    return f"install it, in the folder of understudy's source, with: pip install '.[{extra}]'"
+
+
 class UnderstudyError(Exception):
     """Base of all errors that are the user's to mend."""
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from understudy.card import About, data_card
-from understudy.errors import InvalidSettings, OutputExists
+from understudy.errors import InvalidSettings, OutputExists, installing
 from understudy.files import make_directory, storage_errors, sync_directory, write_file
 from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Certificate
@@ -111,8 +111,9 @@ def _write(directory: Path, synthetic: SyntheticSet, certificate: Certificate, f
             make_directory((directory / name).parent)
         write_file(directory / name, content)
     described = form.describe(synthetic) | {
-        certificates.FILE_NAME: f"the guarantee of the set that this was exported from, by the "
-        f"SHA-256 of its `{SET_FILE}`; `understudy verify` checks that set",
+        certificates.FILE_NAME: f"what is guaranteed of the set that this was exported from, by "
+        f"the SHA-256 of its `{SET_FILE}`; `understudy verify` checks the `release/` that holds "
+        "it, not this folder",
     }
     card = data_card(About.certified(certificate), synthetic, described, header=form.header)
     write_file(directory / "README.md", card.encode())
@@ -190,9 +191,7 @@ def _parquet(synthetic: SyntheticSet) -> Files:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise InvalidSettings(
-            "writing parquet needs pyarrow; install it: pip install 'understudy[parquet]'"
-        ) from None
+        raise InvalidSettings(f"writing parquet needs pyarrow; {installing('parquet')}") from None
     images: list[dict[str, Any]] = [
         {"bytes": content, "path": f"{number:06}.png"}
         for number, content in enumerate(_encoded(_bytes(synthetic)))

@@ -98,6 +98,8 @@ def sample(
     release, file = finished_release(directory), Path(out) if out else None
     if file and file.exists():
         raise OutputExists(f"{file} exists already; choose another --out, or remove it")
+    if file:
+        check_outside(file, release)
     certificate = verified(release, without_guarantee=without_guarantee)
     if GENERATOR_FILE not in certificate.content["files"]:
         raise InvalidSettings(
@@ -139,6 +141,7 @@ def export(
     run = Path(directory).resolve()
     run = run.parent if run.name == "release" else run
     wanted = Path(out) if out else run.with_name(f"{run.name}-{to}")
+    check_outside(wanted, finished_release(directory))
     count = export_release(
         finished_release(directory), to, wanted, without_guarantee=without_guarantee
     )
@@ -170,7 +173,25 @@ def finished_release(directory: str | Path) -> Path:
         raise InvalidData(
             f"{path} is not finished; repeat the command that started it, with --resume"
         )
+    if not path.exists():
+        folder = "" if path.parent == Path("runs") else f" {path.parent}"
+        raise InvalidData(
+            f"there is no run {path}; `understudy runs{folder}` lists those that there are"
+        )
     return released_part(path)
+
+
+def check_outside(target: Path, release: Path) -> None:
+    """Refuse to write into a released directory: one file more, and it is not what was certified.
+
+    Raises:
+        InvalidSettings: the target lies there.
+    """
+    if target.resolve().is_relative_to(release.resolve()):
+        raise InvalidSettings(
+            f"{target} lies in a released directory, whose certificate lists every file; choose "
+            "another --out"
+        )
 
 
 def ledger_of(directory: str | Path) -> Path | None:

@@ -29,9 +29,10 @@ from understudy.privacy import certificate as certificates
 from understudy.privacy.briefing import Briefing
 from understudy.privacy.certificate import Certificate
 from understudy.privacy.curator import Curator, Pace
+from understudy.privacy.ensemble import check_shards
 from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Ledger
-from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
+from understudy.privacy.plan import OF_ENSEMBLES, Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.secure import ciphers, secret_randomness
 from understudy.privacy.vault import Vault, follow
 from understudy.privacy.witness import Witness
@@ -43,13 +44,15 @@ from understudy.training.engine import Engine
 
 WITH_MEMBERS: dict[str, Any] = {"keeps_members": True, "seconds": 60.0}
 """The pace of a run whose checkpoints hold what an ensemble learned: these are large."""
-GENERATOR_IS = "what drew the images; `understudy sample` draws more, at no cost in privacy"
+GENERATOR_IS = "what drew the images; `understudy sample` draws more and reads no private data"
 HOLDS_NO_IMAGES = (
     "{} holds a classifier and no images; `understudy evaluate` tests it, "
     "`understudy.load_classifier` reads it"
 )
 HOLDS_NO_CLASSIFIER = "{} holds images and no classifier; `understudy.load` reads them"
-CERTIFICATE_IS = {certificates.FILE_NAME: "the guarantee; `understudy verify` checks it"}
+CERTIFICATE_IS = {
+    certificates.FILE_NAME: "what is guaranteed, and how; `understudy verify` checks it"
+}
 
 
 class ReleasedFile(NamedTuple):
@@ -155,7 +158,10 @@ def planned(asked: Request, facts: PublicFacts) -> tuple[Configured, Method, Pla
         method_class, facts, asked.epsilon, preset=asked.preset, settings=asked.settings
     )
     method = method_class(configured.config, facts, seed=asked.seed)
-    return configured, method, method.plan()
+    plan = method.plan()
+    if any(line.kind in OF_ENSEMBLES for line in plan):
+        check_shards(facts)
+    return configured, method, plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -320,15 +320,12 @@ def _registered(
     progress: Progress,
 ) -> Registration:
     """Find the data set in the ledger, or register it, but only for a run that can be planned."""
-    known = len(ledger.data_sets())
-    planned(asked, registrations.declared_facts(data, terms))
+    facts = registrations.declared_facts(data, terms)
+    known = registrations.find_exactly(ledger, data)
+    planned(asked, known.facts if known else facts)
     registered = registrations.register(ledger, data, terms)
-    if len(ledger.data_sets()) > known:
-        facts = registered.facts
-        progress.say(
-            f"registered '{registered.name}' in {ledger.path}: {facts.units} units "
-            f"(each a {facts.unit}), {facts.classes} classes"
-        )
+    if known is None:
+        progress.say(f"registered {registered.described}; in {ledger.path}, for good")
     return registered
 
 
@@ -343,7 +340,7 @@ def _choose_directory(out: str | Path | None, data: str, asked: Request, *, resu
     if partial(wanted).exists():
         raise OutputExists(
             f"{partial(wanted)} holds an unfinished run; pass --resume to go on with it, or choose "
-            "another --out (what it released stays charged)"
+            "another --out (its whole budget stays charged)"
         )
     return wanted
 

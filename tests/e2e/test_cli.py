@@ -103,7 +103,7 @@ def test_the_whole_way(folder, capsys):
     assert measured["test_images"] == 12
     code, out, _ = call("ledger", capsys=capsys)
     assert "real records read for evaluation 1 times" in out
-    assert "of the limit by the filter" in out
+    assert "of the limit of 20 is used up (Rényi filter)" in out
     assert 8 < certificate["data_set"]["composed_total"]["lifetime_spent"] < 20
     code, _, err = call(
         "generate", path, "--unit", "patient", "--epsilon", "18", "--batch", "8", *TINY,
@@ -395,4 +395,6 @@ def test_verify_says_what_is_wrong(folder, capsys):
     code, _, err = call("verify", "run", capsys=capsys)
     assert code == 5
     assert "README.md" in err
-    assert call("verify", folder / "nowhere", capsys=capsys)[0] == 5
+    assert call("verify", folder / "nowhere", capsys=capsys)[0] == 2
+    (folder / "empty").mkdir()
+    assert call("verify", folder / "empty", capsys=capsys)[0] == 5

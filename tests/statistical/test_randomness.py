@@ -307,5 +307,5 @@ def test_a_certificate_names_the_generator(ledger, tmp_path, secure):
 
 def test_without_the_package_a_cipher_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.modes", None)
-    with pytest.raises(InvalidSettings, match=r"pip install 'understudy\[secure\]'"):
+    with pytest.raises(InvalidSettings, match=r"pip install '\.\[secure\]'"):
         secret_randomness(CPU, secure=True)

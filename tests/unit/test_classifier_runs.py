@@ -49,9 +49,10 @@ def test_the_network_is_released_described_and_certified(trained_runs):
     assert f"`{CLASSIFIER_FILE}`" in card
     assert "A classifier trained on pets" in card
     assert "synthetic" not in card
-    assert "without noise" in (
-        trained_runs["noiseless"].directory / "release" / "README.md"
-    ).read_text()  # fmt: skip
+    assert "costs those who were in its training data no more privacy" in " ".join(card.split())
+    noiseless = (trained_runs["noiseless"].directory / "release" / "README.md").read_text()
+    assert "without noise" in noiseless
+    assert "no more privacy" not in noiseless
 
 
 def test_it_can_be_used_from_wherever_it_lies(trained_runs):
@@ -131,7 +132,7 @@ def test_garbled_files_are_one_line(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(InvalidData, match="not the file of a classifier"):
         understudy.load_classifier(tmp_path / "file")
-    with pytest.raises(InvalidData, match="No such file"):
+    with pytest.raises(InvalidData, match="there is no run"):
         understudy.load_classifier(tmp_path / "nothing")
 
 

@@ -213,6 +213,10 @@ def test_without_a_guarantee_a_flag_is_needed(tmp_path):
     card = (out / "README.md").read_text()
     assert "**None.**" in card
     assert "differential-privacy" not in card
+    for contradiction in ("no cost", "the guarantee", "Training and testing", "A guarantee for"):
+        assert contradiction not in card
+        assert contradiction not in (run / "release" / "README.md").read_text()
+    assert "may show the data of any one record" in card
     assert json.loads((out / "certificate.json").read_text())["guarantee"]["kind"] == "none"
 
 

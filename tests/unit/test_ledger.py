@@ -218,6 +218,30 @@ def test_terms_are_fixed_for_good(ledger):
 
 
 @pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        ({"lifetime_epsilon": 3.0}, "no limit, which cannot be changed to 3; leave out"),
+        ({"hold_out": 0.2}, "registered without --hold-out, not with 0.2"),
+        ({"max_per_unit": 2}, "registered without --max-per-unit, not with 2"),
+    ],
+)
+def test_terms_that_were_left_out_are_named_as_such(ledger, terms, said):
+    register(ledger, some_images(), RegistrationTerms(name="scans"))
+    with pytest.raises((BudgetRefused, RelationMixed), match=said):
+        register(ledger, some_images(), RegistrationTerms(**terms))
+
+
+def test_a_version_that_counts_otherwise_is_told_how(ledger):
+    register(ledger, some_images(), RegistrationTerms(name="scans"))
+    other = some_images(seed=1)
+    said = r"record \(all records each\), this version as record \(at most 2 records each\)"
+    with pytest.raises(RelationMixed, match=said):
+        register(ledger, other, RegistrationTerms(new_version_of="scans", max_per_unit=2))
+    with pytest.raises(BudgetRefused, match="has no limit, which its versions share"):
+        register(ledger, other, RegistrationTerms(new_version_of="scans", lifetime_epsilon=2.0))
+
+
+@pytest.mark.parametrize(
     "terms",
     [
         {"lifetime_epsilon": 0.0},

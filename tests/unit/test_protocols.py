@@ -315,7 +315,7 @@ def test_xgboost_is_an_extra(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "xgboost" else find(name)
     )
-    with pytest.raises(InvalidSettings, match=r"pip install 'understudy\[xgboost\]'"):
+    with pytest.raises(InvalidSettings, match=r"pip install '\.\[xgboost\]'"):
         Asked(models=["xgboost"])
     asked = Asked(protocol="dp-mepf")
     assert asked.chosen_models(1) == ("logreg", "sklearn-mlp")

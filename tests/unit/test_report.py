@@ -98,7 +98,8 @@ def test_a_shareable_page_is_the_page_of_the_release_alone(made, tmp_path):
 def test_the_page_shows_every_part(made):
     page = page_of(made / "a", ledger=True)
     for part in (
-        "What may be shared", "The guarantee", "What an attacker could gain at most",
+        "What was released", "stated as they are, without noise", "The guarantee",
+        "What an attacker could gain at most",
         "How it was made", "The certificate", "understudy verify", "ledger knows the certificate",
         "Below this line: computed on private data. Do not share.", "Accuracy by network",
         "Accuracy as the budget is spent", "Accuracy by class", "Confusion", "Image quality",
@@ -226,6 +227,21 @@ def test_default_places_and_modes(run):
     both = write_report([run, run / "release"])
     assert both == run.parent / "report.html"
     assert both.stat().st_mode & 0o077 == 0
+    apart = write_report([run, run / "release"], shareable=True)
+    assert apart == run.parent / "report-shareable.html"
+    assert apart.stat().st_mode & 0o044
+
+
+def test_a_page_never_says_that_something_may_be_shared(run):
+    page = page_of(run, shareable=True)
+    assert "is for the custodian to decide" in page
+    assert "may be shared" not in page
+    assert "Blind guessing finds 1&nbsp;% at 1&nbsp;% false alarms." in page
+
+
+def test_the_card_and_the_page_state_the_same_factor(run):
+    (said,) = re.findall(r"e\^epsilon = ([^;]+);", (run / "release" / "README.md").read_text())
+    assert f"e<sup>ε</sup> = {said};" in page_of(run, shareable=True)
 
 
 def test_a_set_without_guarantee_is_never_called_shareable(tmp_path):

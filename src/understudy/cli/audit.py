@@ -40,9 +40,9 @@ def command(
     data
         The records that the run was made from; by default read from where they were.
     test
-        Unseen records; by default the registered hold-out or the built-in set's test split.
+        Unseen records; by default the set's own test split, or else its registered hold-out.
     ledger
-        The ledger, if not the user's own.
+        The ledger; by default the one that the run was made with.
     """
     out, asked = make_output(output), machine or MachineOptions()
     is_run = Path(what).is_dir()

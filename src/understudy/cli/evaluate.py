@@ -66,7 +66,7 @@ def command(
     run
         Directory of the run.
     test
-        Test set; by default the registered hold-out or the built-in set's test split.
+        Test set; by default the set's own test split, or else its registered hold-out.
     protocol
         A paper's protocol (psg, dp-merf, dp-mepf, datalens, dpimagebench) with all of its models;
         by default the ConvNet of psg alone.
@@ -79,7 +79,7 @@ def command(
     convergence
         Evaluate the snapshots instead: accuracy against the epsilon spent.
     ledger
-        The ledger, if not the user's own.
+        The ledger; by default the one that the run was made with.
     """
     out = make_output(output)
     if measures and (measures.quality or measures.memorisation):

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 from understudy.cli.output import OutputOptions, make_output
 from understudy.data.reading import Reading
-from understudy.errors import InvalidSettings
+from understudy.errors import InvalidSettings, installing
 
 command = App(name="federated", help="Train with images that stay with their owners, over Flower.")
 
@@ -187,6 +187,5 @@ def _needs_flower() -> None:
 
     if find_spec("flwr") is None:
         raise InvalidSettings(
-            "federations need Flower, which is not installed; run: pip install "
-            "'understudy[federated]'"
+            f"federations need Flower, which is not installed; {installing('federated')}"
         )

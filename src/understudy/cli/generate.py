@@ -45,6 +45,10 @@ def build(method: str) -> Callable[..., None]:
     ) -> None:
         """Make a synthetic set from private data.
 
+        A set that the ledger does not know is registered first, and what is said then is fixed for
+        good: unit, records per unit, hold-out, limit and classes; the first run fixes delta. What
+        was made with noise goes to `release/`; `private/` stays with you.
+
         Parameters
         ----------
         data

@@ -62,7 +62,10 @@ def _show(out: Output, book: Ledger, data_set: Registration) -> None:
     total = composed_total(book, data_set)
     spent = total["epsilon"] if total["epsilon"] is not None else math.inf
     filtered = total.get("lifetime_spent")
-    limited = f"; {filtered:.4f} of the limit by the filter" if filtered else ""
+    limited = ""
+    if filtered:
+        most = f"{data_set.lifetime_epsilon:g}"
+        limited = f"; {filtered:.4f} of the limit of {most} is used up (Rényi filter)"
     disclosed = len(book.disclosures(data_set.id))
     out.result(
         f"composed total of {total['runs']} runs: epsilon {spent:.4f} at delta "

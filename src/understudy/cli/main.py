@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.config import Toml
 
 from understudy import __version__
@@ -123,10 +123,10 @@ def build_app(tokens: Sequence[str]) -> App:
         if name == command and name in WITH_METHOD_SETTINGS:
             module = importlib.import_module(home)
             built = module.build(_method(tokens) or module.DEFAULT_METHOD)
-            named = {} if isinstance(built, App) else {"name": name, "help": explain}
-            app.command(built, **named)
+            app.command(built, **({} if isinstance(built, App) else {"name": name}))
         else:
-            app.command(f"{home}:command", name=name, help=explain)
+            # The line is for the list of commands: the help of one is all that its docstring says.
+            app.command(f"{home}:command", name=name, help=None if name == command else explain)
     return app
 
 
@@ -157,6 +157,8 @@ def _report(tokens: Sequence[str], error: Exception, exit_code: int | None = Non
     """Print an error on one line; return the exit code."""
     code = exit_code or (error.exit_code if isinstance(error, UnderstudyError) else 2)
     message = one_line(error)
+    if isinstance(error, UnusedCliTokensError) and {"verify", "--ledger"} <= set(tokens):
+        message += " Here --ledger takes no path; name a ledger with --ledger-path."
     if isinstance(error, UnknownOptionError) and tokens[0] in WITH_METHOD_SETTINGS:
         message += "" if _method(tokens) else " Settings of a method need --method."
     if "--json" in tokens:

@@ -31,6 +31,8 @@ def command(
     method = load_method(name)
     fields = dataclasses.fields(method.config_class)
     settings = [(f.name, str(f.default), f.metadata["help"]) for f in fields]
-    out.table(f"Settings of {name}", ("setting", "default", "meaning"), settings)
+    out.table(
+        f"Settings of {name}", ("setting", "unless the preset says otherwise", "meaning"), settings
+    )
     presets = [(p, preset.tuned_on) for p, preset in method.presets.items()]
     out.table("Presets", ("preset", "tuned on"), presets)

@@ -60,12 +60,35 @@ class Output(Progress):
         """Print one line of the result."""
         self.console.print(_shown(text), markup=False)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table."""
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        is_copied: bool = False,
+    ) -> None:
+        """Print a table.
+
+        Args:
+            title: what it shows.
+            columns: their names.
+            rows: a cell for each column.
+            is_copied: whether the first cells must stay whole, to be copied: where there is no room
+                for the table, each gets a line of its own.
+        """
         table = Table(*columns, title=Text(_shown(title)), title_justify="left")
         for row in rows:
             table.add_row(*(Text(_shown(cell)) for cell in row))  # a name may look like markup
-        self.console.print(table)
+        widest = self.console.measure(table, options=self.console.options.update(width=10**4))
+        if not is_copied or widest.maximum <= self.console.width:
+            self.console.print(table)
+            return
+        self.result(title)
+        for name, *cells in rows:
+            self.result(name)
+            told = (f"{column} {cell}" for column, cell in zip(columns[1:], cells, strict=True))
+            self.result(f"    {', '.join(told)}")
 
     def steps(
         self, steps: range, *, spent: Callable[[], float] | None = None, what: str = ""
@@ -121,7 +144,14 @@ class JsonOutput(Output):
         """Print the fields of the result."""
         self._print("result", **(fields or {"text": text}))
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        is_copied: bool = False,
+    ) -> None:
         """Print a row as an object."""
         for row in rows:
             self._print("row", table=title, **dict(zip(columns, row, strict=True)))

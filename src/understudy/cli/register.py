@@ -24,6 +24,9 @@ def command(
 ) -> None:
     """Enter a data set into the ledger, with its unit, budget and hold-out.
 
+    Say all of it the first time, and read the line that this prints: unit, records per unit,
+    hold-out, limit and classes are fixed for good, and the first run fixes delta.
+
     Parameters
     ----------
     data
@@ -35,14 +38,10 @@ def command(
     images = load_data(data, progress=out, **vars(reading or Reading()))
     book = Ledger(ledger)
     found = register(images, ledger=book, terms=terms)
-    facts = found.facts
-    limit = f"lifetime epsilon {found.lifetime_epsilon:g}" if found.has_limit else "no limit"
-    held = f", {100 * found.hold_out:g} % of the units held out" if found.hold_out else ""
     out.result(
-        f"'{found.name}': {facts.units} units (each a {facts.unit}), {facts.classes} classes, "
-        f"shape {facts.shape}, {limit}{held}",
+        found.described,
         name=found.name,
-        units=facts.units,
-        unit=facts.unit,
-        lifetime_epsilon=found.lifetime_epsilon,
+        units=found.facts.units,
+        unit=found.facts.unit,
+        lifetime_epsilon=found.lifetime_epsilon if found.has_limit else None,
     )

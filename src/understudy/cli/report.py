@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
-from understudy.report import write_report
+from understudy.report.page import written_report
 
 
 def command(
@@ -28,19 +28,21 @@ def command(
     runs
         Directories of runs, or their `release/` alone.
     out
-        File to write; by default RUN/private/report.html, RUN-report.html if it may be shared, or
-        report.html beside the first of several runs.
+        File to write; by default RUN/private/report.html, or RUN-report.html if it is shareable. Of
+        several runs: report.html, or report-shareable.html, beside the first.
     shareable
         Leave out everything that was computed on private data.
     ledger
-        Check the certificates' origin with the ledger that each run was made with.
+        Check the certificates' origin with the ledger that each run was made with; takes no path.
     ledger_path
         Check it with this ledger.
     """
-    page = write_report(runs, out=out, shareable=shareable, ledger=ledger_path or ledger)
+    page = written_report(runs, out=out, shareable=shareable, ledger=ledger_path or ledger)
+    whose = "private: keep it" if page.is_private else "made from released files alone"
     make_output(output).result(
-        f"report of {len(runs)} run{'s'[: len(runs) > 1]}: {page}",
-        file=str(page),
+        f"report of {len(runs)} run{'s'[: len(runs) > 1]}: {page.path} ({whose})",
+        file=str(page.path),
         runs=len(runs),
         shareable=shareable,
+        is_private=page.is_private,
     )

@@ -38,4 +38,4 @@ def command(
         )
         for line in lines
     ]  # fmt: skip
-    out.table(f"{len(lines)} runs in {directory}", columns, rows)
+    out.table(f"{len(lines)} runs in {directory}", columns, rows, is_copied=True)

@@ -50,7 +50,8 @@ class PlaceOptions:
     """Where a run goes, and what it is charged to."""
 
     out: Path | None = None
-    """Directory of the run; by default runs/DATA-METHOD-epsEPSILON."""
+    """Directory of the run; by default runs/DATA-METHOD-epsEPSILON, numbered where it exists: the
+    same command without --resume is a new run, and is charged again."""
     resume: bool = False
     """Go on with an unfinished run: the same command plus this flag."""
     ledger: Path | None = None
@@ -74,8 +75,9 @@ def settings_class(method: str) -> type:
     """Return a dataclass with the fields of the method's configuration, each None unless given."""
     config = Common if method == AUTO else load_method(method).config_class
     hints = get_type_hints(config)
-    whose = "all methods; --method NAME has more" if method == AUTO else method
-    group = Group(f"Settings of {whose} (by default from the preset)")
+    # A longer title would be cut off on a terminal of 80 columns.
+    whose = "all methods; --method has more" if method == AUTO else method
+    group = Group(f"Settings of {whose} (by default the preset's)")
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(config):
         explained = Parameter(help=field.metadata["help"], group=group)

@@ -43,6 +43,10 @@ def build(method: str) -> Callable[..., None]:
     ) -> None:
         """Train a classifier on private data; the network is released, and no images.
 
+        A set that the ledger does not know is registered first, and what is said then is fixed for
+        good: unit, records per unit, hold-out, limit and classes; the first run fixes delta. What
+        was made with noise goes to `release/`; `private/` stays with you.
+
         Parameters
         ----------
         data

@@ -29,7 +29,7 @@ def command(
     run
         Directory of the run, or its `release/` alone.
     ledger
-        Check the certificate's origin with the user's own ledger.
+        Check the certificate's origin with the ledger that the run was made with; takes no path.
     ledger_path
         Check it with this ledger.
     """

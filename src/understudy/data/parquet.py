@@ -17,7 +17,7 @@ from understudy.data.images import LabelledImages, labelled_images
 from understudy.data.reading import Pointer, Reading
 from understudy.data.storage import DEFLATE_RATIO, in_order, regular
 from understudy.data.tables import units_at, values_at
-from understudy.errors import InvalidData
+from understudy.errors import InvalidData, installing
 from understudy.files import parse_json
 from understudy.progress import Progress
 from understudy.text import one_line
@@ -108,7 +108,7 @@ class _Table:
             from pyarrow import parquet
         except ImportError:
             raise InvalidData(
-                f"reading {path.name} needs pyarrow; install it: pip install 'understudy[parquet]'"
+                f"reading {path.name} needs pyarrow; {installing('parquet')}"
             ) from None
         size = regular(path).stat().st_size
         try:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from understudy.errors import InvalidSettings
+from understudy.errors import InvalidSettings, installing
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ def predictions(
     """
     if not is_installed(name):
         raise InvalidSettings(
-            f"{name} is not installed; install it: pip install 'understudy[{name}]', or leave it "
-            "out of --models"
+            f"{name} is not installed; {installing(name)}, or leave it out of --models"
         )
     present, numbered = np.unique(labels, return_inverse=True)  # XGBoost wants classes without gaps
     if len(present) < 2:

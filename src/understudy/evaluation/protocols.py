@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from understudy.errors import InvalidSettings
+from understudy.errors import InvalidSettings, installing
 from understudy.evaluation.classical import CLASSICAL, is_installed
 from understudy.nets.classifiers import NETWORKS
 from understudy.training.sgd import SGD
@@ -144,8 +144,7 @@ class Asked:
                 )
             if not _is_available(model):
                 raise InvalidSettings(
-                    f"{model} is not installed; install it: pip install 'understudy[{model}]', or "
-                    "leave it out of --models"
+                    f"{model} is not installed; {installing(model)}, or leave it out of --models"
                 )
 
     @property

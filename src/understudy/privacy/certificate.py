@@ -39,6 +39,8 @@ from understudy.text import one_line
 FILE_NAME = "certificate.json"
 FORMAT = 1
 MOST_BYTES = 2**24
+AGAIN = "get the release again from whoever made it"
+NOT_GUARANTEED = "do not rely on it, and ask whoever made it"
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def verify(release: Path, *, ledger: Ledger | None = None) -> Verification:
         epsilon = _check_epsilon(certificate)
     except (KeyError, TypeError, ValueError, ArithmeticError, InvalidSettings) as error:
         raise VerificationFailed(
-            f"the certified plan cannot be computed ({one_line(error)}); get the release again"
+            f"the certified plan cannot be computed ({one_line(error)}); {AGAIN}"
         ) from error
     if ledger is not None:
         _check_origin(certificate, ledger)
@@ -208,7 +210,7 @@ def read(path: Path) -> Certificate:
             "directory that `understudy generate` wrote"
         ) from error
     except ValueError as error:
-        raise VerificationFailed(f"{path} is not JSON ({error}); it was edited") from error
+        raise VerificationFailed(f"{path} is not JSON ({error}); it was edited; {AGAIN}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found > FORMAT:
         raise VerificationFailed(
@@ -216,7 +218,10 @@ def read(path: Path) -> Certificate:
             f"{FORMAT}; use a newer version"
         )
     if found != FORMAT:
-        raise VerificationFailed(f"{path} is not a certificate of format {FORMAT}")
+        raise VerificationFailed(
+            f"{path} is not a certificate of format {FORMAT}; name the directory of a run, or its "
+            "release/"
+        )
     unsealed = {key: value for key, value in content.items() if key != "seal"}
     try:
         is_sealed = content.get("seal") == hashlib.sha256(canonical_json(unsealed)).hexdigest()
@@ -224,7 +229,7 @@ def read(path: Path) -> Certificate:
     except (ValueError, RecursionError):  # NaN, half a character: nothing that we write
         is_intact = False
     if not is_intact:
-        raise VerificationFailed(f"{path} was edited: its seal does not match its content")
+        raise VerificationFailed(f"{path} was edited: its seal does not match its content; {AGAIN}")
     check_form(content)
     return Certificate(content)
 
@@ -233,14 +238,17 @@ def _check_files(release: Path, certificate: Certificate) -> None:
     listed: dict[str, str] = certificate.content["files"]
     present = {p.relative_to(release).as_posix() for p in release.rglob("*") if not p.is_dir()}
     if missing := sorted(set(listed) - present):
-        raise VerificationFailed(f"{missing[0]} is certified but missing from {release}")
+        raise VerificationFailed(f"{missing[0]} is certified but missing from {release}; {AGAIN}")
     if unlisted := sorted(present - set(listed) - {FILE_NAME}):
-        raise VerificationFailed(f"{unlisted[0]} is in {release} but not certified")
+        raise VerificationFailed(
+            f"{unlisted[0]} is in {release} but not certified; move it out, for nothing is known "
+            "of it"
+        )
     for name, digest in listed.items():
         if not (release / name).is_file():  # a pipe would be waited on for ever
             raise VerificationFailed(f"{name} is not a file; remove it from {release}")
         if file_digest(release / name) != digest:
-            raise VerificationFailed(f"{name} is not the file that was certified")
+            raise VerificationFailed(f"{name} is not the file that was certified; {AGAIN}")
 
 
 def _check_epsilon(certificate: Certificate) -> float:
@@ -251,20 +259,24 @@ def _check_epsilon(certificate: Certificate) -> float:
     plan, multiplier = _plan_and_noise(certificate)
     for line in certificate.content["releases"]:
         if line["made"] > line["count"]:
-            raise VerificationFailed(f"release {line['name']} was made more often than planned")
+            raise VerificationFailed(
+                f"release {line['name']} was made more often than planned; {NOT_GUARANTEED}"
+            )
     if guarantee["accountant"] == "pld":
         check_cost(plan, multiplier)
     split = guarantee["delta_split"]
     if tail_delta(plan, multiplier) > split["sampler_tail"]:
-        raise VerificationFailed("the noise sampler's tail exceeds its part of delta")
+        raise VerificationFailed(
+            f"the noise sampler's tail exceeds its part of delta; {NOT_GUARANTEED}"
+        )
     if split["accounted"] + split["sampler_tail"] > guarantee["delta"] * (1 + 1e-12):
-        raise VerificationFailed("the parts of delta exceed delta")
+        raise VerificationFailed(f"the parts of delta exceed delta; {NOT_GUARANTEED}")
     epsilon = epsilon_of(plan, multiplier, split["accounted"], guarantee["accountant"])
     target = guarantee["target_epsilon"]
     if not epsilon <= min(target, guarantee["epsilon"] + EPSILON_TOLERANCE):
         raise VerificationFailed(
             f"the plan costs epsilon {epsilon:.4f}, but {guarantee['epsilon']:.4f} of at most "
-            f"{target:g} is certified"
+            f"{target:g} is certified; {NOT_GUARANTEED}"
         )
     return epsilon
 
@@ -276,7 +288,9 @@ def _plan_and_noise(certificate: Certificate) -> tuple[Plan, float]:
     multipliers = {line["noise_multiplier"] / line["noise_ratio"] for line in lines}
     multiplier = min(multipliers)
     if max(multipliers) - multiplier > 1e-9 * multiplier:
-        raise VerificationFailed("the noise multipliers of the releases contradict each other")
+        raise VerificationFailed(
+            f"the noise multipliers of the releases contradict each other; {NOT_GUARANTEED}"
+        )
     return plan, multiplier
 
 
@@ -320,7 +334,13 @@ def _check_origin(certificate: Certificate, ledger: Ledger) -> None:
     stripped = {k: v for k, v in content.items() if k not in ("seal", "authentication")}
     expected = ledger.mac(canonical_json(stripped)).hex()
     if not hmac.compare_digest(expected, str(content["authentication"])):
-        raise VerificationFailed("the certificate was not issued with this ledger's key")
+        raise VerificationFailed(
+            f"the certificate was not issued with the key of {ledger.path}; name the ledger that "
+            "the run was made with by --ledger-path, or do not trust its origin"
+        )
     row = ledger.run(content["run"])
     if row is None or row["certificate"] != content["seal"]:
-        raise VerificationFailed("the ledger does not know this certificate")
+        raise VerificationFailed(
+            f"{ledger.path} does not know this certificate; it may be an older copy of the ledger: "
+            "`understudy ledger check` tells"
+        )

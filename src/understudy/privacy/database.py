@@ -103,7 +103,8 @@ class Database:
             raise LedgerError(
                 f"the ledger {path} {gone}"
                 if seen
-                else f"there is no ledger {path}; name the right one"
+                else f"there is no ledger {path}; it is made when a set is registered; if yours is "
+                "elsewhere, name it with --ledger or UNDERSTUDY_LEDGER"
             )
         self._connection = self._open()
         try:

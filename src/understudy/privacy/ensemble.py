@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from understudy.data.reading import RECORD
 from understudy.errors import InvalidSettings
 from understudy.privacy.gradients import OneByOne
 from understudy.privacy.plan import PublicFacts
@@ -56,12 +57,7 @@ class Ensemble(Sealed):
                 f"an ensemble of {members} members was asked for, expected 1 to {facts.units}, the "
                 "number of units: each member needs some of its own"
             )
-        per_unit = 1 if records.one_each else facts.max_per_unit
-        if per_unit is None:
-            raise InvalidSettings(
-                f"a {facts.unit} may have any number of records, but the shards of an ensemble "
-                "have a fixed size; pass --max-per-unit"
-            )
+        per_unit = 1 if records.one_each else check_shards(facts)
         wrong = {leaf.shape[:1] for leaf in pytree.tree_leaves(state)} - {(members,)}
         if wrong:
             raise InvalidSettings(f"a state of {members} members has tensors with {wrong} in front")
@@ -128,6 +124,19 @@ class Ensemble(Sealed):
 
     def _parts(self, chosen: Tensor) -> Iterator[Tensor]:
         return (part for part in torch.split(chosen, self._at_once) if len(part))
+
+
+def check_shards(facts: PublicFacts) -> int:
+    """Return the most records of a unit; refuses a set that fixed none when it was registered."""
+    if facts.unit == RECORD:
+        return 1
+    if facts.max_per_unit is None:
+        raise InvalidSettings(
+            f"a {facts.unit} may have any number of records, but the shards of an ensemble have a "
+            "fixed size; pass --max-per-unit when the set is first named, for it is fixed then; a "
+            "set that is registered without it needs another --method"
+        )
+    return facts.max_per_unit
 
 
 def shards(units: int, members: int) -> Tensor:

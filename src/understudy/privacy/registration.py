@@ -41,7 +41,8 @@ class RegistrationTerms:
     name: str | None = None
     """Name in the ledger and in the certificate; by default the file's."""
     lifetime_epsilon: float | None = None
-    """What all runs on this set together may spend; by default no limit, only a running total."""
+    """What all runs on this set together may spend; by default no limit, only a running total. Runs
+    are added up by a Rényi filter, so a single run needs a limit somewhat above its own epsilon."""
     hold_out: float = 0.0
     """Share of the units set aside for evaluation, secretly and for good."""
     max_per_unit: int | None = None
@@ -74,6 +75,22 @@ class Registration:
     def has_limit(self) -> bool:
         """Whether runs can be refused."""
         return self.lifetime_epsilon is not None and not self.is_public_benchmark
+
+    @property
+    def described(self) -> str:
+        """What was fixed, for the custodian to read."""
+        facts, said = self.facts, "no limit"
+        if self.is_public_benchmark:
+            said += " (a public benchmark is never refused"
+            said += ", whatever --lifetime-epsilon says)" if self.lifetime_epsilon else ")"
+        elif self.lifetime_epsilon is not None:
+            said = f"lifetime epsilon {self.lifetime_epsilon:g}"
+        most = f", of at most {facts.max_per_unit} records" if facts.max_per_unit else ""
+        held = f", {100 * self.hold_out:g} % of the units held out" if self.hold_out else ""
+        return (
+            f"'{self.name}': {facts.units} units (each a {facts.unit}{most}), {facts.classes} "
+            f"classes, shape {facts.shape}, {said}{held}"
+        )
 
     def split_units(self, total: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (units to learn from, units held out): a secret choice that never changes.
@@ -364,11 +381,11 @@ def _parent(
             f"no data set is called '{terms.new_version_of}'; see `understudy ledger`"
         )
     parent = _from_row(rows[0])
-    old = (parent.facts.unit, parent.facts.max_per_unit)
-    if old != (facts.unit, facts.max_per_unit):
+    if _counted(parent.facts) != _counted(facts):
         raise RelationMixed(
-            f"'{parent.name}' counts units as {old[0]} (at most {old[1]} records each), this "
-            f"version as {facts.unit} (at most {facts.max_per_unit}); one budget has one unit"
+            f"'{parent.name}' counts units as {_counted(parent.facts)}, this version as "
+            f"{_counted(facts)}; one budget has one unit, so pass the same --unit and "
+            "--max-per-unit"
         )
     if parent.is_public_benchmark and not (data.is_public_benchmark or terms.public_benchmark):
         raise RelationMixed(
@@ -377,8 +394,8 @@ def _parent(
         )
     if terms.lifetime_epsilon not in (None, parent.lifetime_epsilon):
         raise BudgetRefused(
-            f"'{parent.name}' has lifetime epsilon {parent.lifetime_epsilon}, which its versions "
-            "share; leave out --lifetime-epsilon"
+            f"'{parent.name}' has {_limited(parent)}, which its versions share; leave out "
+            "--lifetime-epsilon"
         )
     return parent
 
@@ -412,18 +429,30 @@ def _check_same_terms(existing: Registration, terms: RegistrationTerms) -> None:
     """Terms are fixed at the first registration: refuse others rather than ignore them."""
     if terms.lifetime_epsilon not in (None, existing.lifetime_epsilon):
         raise BudgetRefused(
-            f"'{existing.name}' is registered with lifetime epsilon {existing.lifetime_epsilon}, "
-            f"which cannot be changed to {terms.lifetime_epsilon:g}"
+            f"'{existing.name}' is registered with {_limited(existing)}, which cannot be changed "
+            f"to {terms.lifetime_epsilon:g}; leave out --lifetime-epsilon"
         )
     for flag, found, wanted in (
-        ("hold-out", existing.hold_out, terms.hold_out or None),
+        ("hold-out", existing.hold_out or None, terms.hold_out or None),
         ("max-per-unit", existing.facts.max_per_unit, terms.max_per_unit),
     ):
         if wanted not in (None, found):
+            how = f"without --{flag}" if found is None else f"with --{flag} {found}"
             raise RelationMixed(
-                f"'{existing.name}' is registered with --{flag} {found}, not {wanted}; leave the "
-                "option out: it is fixed for good"
+                f"'{existing.name}' is registered {how}, not with {wanted}; leave the option out: "
+                "it is fixed for good"
             )
+
+
+def _counted(facts: PublicFacts) -> str:
+    """Say what a budget counts as one."""
+    most = f"at most {facts.max_per_unit}" if facts.max_per_unit else "all"
+    return f"{facts.unit} ({most} records each)"
+
+
+def _limited(registration: Registration) -> str:
+    limit = registration.lifetime_epsilon
+    return "no limit" if limit is None else f"lifetime epsilon {limit:g}"
 
 
 def _from_row(row: object) -> Registration:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from understudy.errors import InvalidSettings
+from understudy.errors import InvalidSettings, installing
 from understudy.privacy.randomness import Gaps, Randomness, SecretRandomness, SecretSource
 
 MASK, UNIT = 2**63 - 1, 2.0**-63
@@ -100,6 +100,6 @@ def ciphers() -> Any:
     except ImportError as error:
         raise InvalidSettings(
             f"--secure-noise needs the package cryptography, which cannot be imported ({error}); "
-            "run: pip install 'understudy[secure]'"
+            f"{installing('secure')}"
         ) from error
     return cryptography.hazmat.primitives.ciphers

@@ -19,7 +19,7 @@ from understudy import __version__
 from understudy.charts import Chart, Table
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.files import write_file
-from understudy.finished import verify
+from understudy.finished import check_outside, verify
 from understudy.privacy import certificate as certificates
 from understudy.report.measured import (
     Measured,
@@ -65,6 +65,15 @@ class Comparison:
     convergence_chart: Chart | None
 
 
+@dataclass(frozen=True)
+class WrittenReport:
+    """A page on disk."""
+
+    path: Path
+    is_private: bool
+    """Whether it shows anything that was computed on private data, or has no guarantee."""
+
+
 def write_report(
     runs: Sequence[str | Path],
     *,
@@ -72,7 +81,18 @@ def write_report(
     shareable: bool = False,
     ledger: str | Path | bool = False,
 ) -> Path:
-    """Write one page about one or several runs; return where it is.
+    """Write one page about one or several runs; return where it is. See `written_report`."""
+    return written_report(runs, out=out, shareable=shareable, ledger=ledger).path
+
+
+def written_report(
+    runs: Sequence[str | Path],
+    *,
+    out: str | Path | None = None,
+    shareable: bool = False,
+    ledger: str | Path | bool = False,
+) -> WrittenReport:
+    """Write one page about one or several runs.
 
     Every run is verified first: what does not match its certificate is not shown.
 
@@ -91,9 +111,9 @@ def write_report(
     ]
     target = Path(out) if out else _default_place(given, pages)
     _check_place(target, given)
-    mode = 0o600 if any(page.is_private for page in pages) else 0o644
-    write_file(target, render(pages).encode(), mode=mode)
-    return target
+    is_private = any(page.is_private for page in pages)
+    write_file(target, render(pages).encode(), mode=0o600 if is_private else 0o644)
+    return WrittenReport(target, is_private)
 
 
 def render(pages: Sequence[RunPage]) -> str:
@@ -150,6 +170,11 @@ def _released_part(path: Path) -> Path:
             f"{path} is an unfinished run; finish it with the command that started it and "
             "--resume, then report on it"
         )
+    if path.is_file():
+        raise InvalidData(
+            f"{path} is a file, expected the directory of a run; a ledger is named with "
+            "--ledger-path"
+        )
     if not path.is_dir():
         raise InvalidData(f"there is no directory {path}; expected one that a run has written")
     release = released_part(path)
@@ -171,7 +196,8 @@ def _default_place(given: Sequence[Path], pages: Sequence[RunPage]) -> Path:
     first = given[0].resolve()
     run = first.parent if first.name == "release" else first
     if len(given) > 1:
-        return run.with_name("report.html")
+        is_private = any(page.is_private for page in pages)
+        return run.with_name("report.html" if is_private else "report-shareable.html")
     if pages[0].measured:
         return run / "private" / "report.html"
     return run.with_name(f"{run.name}-report.html")
@@ -181,11 +207,7 @@ def _check_place(target: Path, given: Sequence[Path]) -> None:
     if target.is_dir():
         raise InvalidSettings(f"{target} is a directory; expected a file, such as report.html")
     for path in given:
-        if target.resolve().is_relative_to(_released_part(path).resolve()):
-            raise InvalidSettings(
-                f"{target} lies in a released directory, whose certificate lists every file; "
-                "choose another --out"
-            )
+        check_outside(target, _released_part(path))
 
 
 def _compare(pages: Sequence[RunPage]) -> Comparison:

@@ -34,7 +34,6 @@ from understudy.synthetic import SyntheticSet
 
 PER_CLASS = 10
 MOST_CLASSES = 100
-LARGEST_FACTOR = 1e6
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,8 @@ class Released:
 
     @property
     def factor(self) -> str:
-        """E to the epsilon, in digits or as a power."""
-        odds = factor(never_less(self.certificate.epsilon))
-        if odds >= LARGEST_FACTOR:
-            return f"{odds:.1e}"
-        return f"{math.ceil(odds):,}" if odds >= 100 else f"{math.ceil(100 * odds) / 100:g}"
+        """E to the epsilon, as the card has it."""
+        return factor(self.certificate.epsilon)
 
     @cached_property
     def sheet(self) -> tuple[SheetRow, ...]:
@@ -226,7 +222,7 @@ class Released:
         columns = (
             "share of false alarms",
             "share found, at most",
-            "by the certified points alone",
+            "at most, by the pairs of ε and δ in the certificate alone",
         )
         return Table("Bound on membership attacks", columns, rows)
 
