@@ -82,7 +82,7 @@ def test_two_bounds_are_reached():
         return torch.where(counts.sum() == 12, 9.0, -9.0) * inputs["point"].sum()
 
     moved = (the_answer(data, turning) - the_answer(without(data, 4), turning)).norm()
-    assert moved == pytest.approx(1.0, rel=1e-6)
+    assert moved == pytest.approx(1.0, rel=1e-5)
 
 
 def test_a_plan_that_one_record_turns_round_is_covered_too():
@@ -96,7 +96,7 @@ def test_a_plan_that_one_record_turns_round_is_covered_too():
     alone = {"select": (4,)}
     towards = the_answer(data, loss, grey, known, **alone)
     away = the_answer(data, loss, grey, known, select=(3,))
-    assert (towards - away).norm() == pytest.approx(1.0, rel=1e-6)
+    assert (towards - away).norm() == pytest.approx(1.0, rel=1e-5)
     assert the_answer(without(data, 4), loss, grey, known, **alone).norm() == 0
 
 
@@ -110,7 +110,7 @@ def test_the_bound_is_on_all_parameters_together():
     found = batch_gradient(access_to(data), loss, two, bound=0.5)
     assert found["b"].shape == (2, 2)
     flat = torch.cat([part.flatten() for part in found.values()])
-    assert flat.norm() == pytest.approx(0.5, rel=1e-6)
+    assert flat.norm() == pytest.approx(0.5, rel=1e-5)
     assert found["b"][0, 0] / found["a"][0] == pytest.approx(4 / 3)
     small = batch_gradient(access_to(data), loss, two, bound=1e3)
     assert small["a"].tolist() == [30.0] * 3  # within the bound, nothing is scaled

@@ -95,14 +95,14 @@ def test_two_bounds_are_reached():
         made.learn(lambda s, images, labels, exist, public: s + exist.sum(), torch.arange(3))
         turned = lambda s, images, labels: torch.where(s == 3, 9.0, -9.0) * images.sum()  # noqa: E731
         sums.append(the_sum(d, made, loss=turned))
-    assert (sums[0] - sums[1]).norm() == pytest.approx(1.0, rel=1e-6)
+    assert (sums[0] - sums[1]).norm() == pytest.approx(1.0, rel=1e-5)
 
 
 def test_the_bound_is_on_all_images_together():
     data = some_images(12)
     made = an_ensemble(data)
     one = the_sum(data, made, asked=(2,))
-    assert one.norm() == pytest.approx(0.5, rel=1e-6)
+    assert one.norm() == pytest.approx(0.5, rel=1e-5)
     each = one.flatten(1).norm(dim=1)
     assert torch.allclose(each / each[0], torch.tensor([1.0, 2.0, 3.0]).double())  # not cut apart
 
