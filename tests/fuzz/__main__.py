@@ -2,7 +2,8 @@
 
 Guided by coverage where atheris is installed (libFuzzer), else blindly. Each reader is explored by
 a process of its own, so that one that crashes the interpreter is a finding like any other. What
-breaks a reader is written to its folder in corpus/, where `make test` tries it again.
+breaks a reader is written to its folder in corpus/, where `make test` tries it again; how long each
+was tried, all times added up, to docs/results/fuzz.{json,md}.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import json
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
+from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
+TRIED = Path(__file__).parents[2] / "docs" / "results" / "fuzz.json"
 NEEDS = {"wire": "flwr"}
 """Readers that need a package which not every environment has."""
 MOST_MEGABYTES = 2048
@@ -48,6 +54,7 @@ def main() -> int:
         explore(chosen[0], asked.minutes * 60)
         return 0
     broken = [name for name in chosen if not _holds(name, asked.minutes * 60 / len(chosen))]
+    write_page(names)
     print(f"{len(chosen)} readers tried, broken: {', '.join(broken) or 'none'}", flush=True)
     return bool(broken)
 
@@ -65,11 +72,61 @@ def _holds(name: str, seconds: float) -> bool:
         log.seek(0)
         said = log.read().splitlines()
     found = sorted({path.name for path in (CORPUS / name).iterdir()} - before)
+    note(name, seconds, said, found)
     if code == 0 and not found:
         print(f"{name}: {next((s for s in reversed(said) if s.startswith('Done')), 'Done')}")
         return True
     print("\n".join([*said[-25:], f"{name}: BROKEN, exit {code}: {', '.join(found)}"]), flush=True)
     return False
+
+
+def note(name: str, seconds: float, said: list[str], found: list[str]) -> None:
+    """Keep how long a reader was tried, and with how many inputs."""
+    # Not at the top: what is imported before it is explored is not instrumented.
+    from understudy.files import write_file
+    from understudy.provenance import commit, device_name
+
+    done = re.search(r"^Done (\d+) runs", "\n".join(said), re.MULTILINE)
+    entry = {
+        "reader": name,
+        "minutes": round(seconds / 60, 1),
+        "inputs": int(done[1]) if done else 0,
+        "found": found,
+        "is_guided": importlib.util.find_spec("atheris") is not None,
+        "device": device_name(),
+        "commit": commit(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+    write_file(TRIED, json.dumps([*_tried(), entry], indent=1).encode() + b"\n")
+
+
+def write_page(names: list[str]) -> None:
+    """Add up what was noted, reader by reader."""
+    from understudy.files import write_file
+
+    lines = [
+        "# Hostile input",
+        "",
+        "Written by `python -m tests.fuzz` (`make fuzz`): how long each reader was fed damaged "
+        "files, all times added up, and how often one broke it. Findings are mended, and listed "
+        "in [fuzzing.md](../fuzzing.md).",
+        "",
+        "| reader | minutes | inputs | broken by | guided by coverage | commits |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        if not (all_of := [entry for entry in _tried() if entry["reader"] == name]):
+            continue
+        minutes, inputs = (sum(entry[key] for entry in all_of) for key in ("minutes", "inputs"))
+        broken = sum(len(entry["found"]) for entry in all_of)
+        guided = "yes" if all(entry["is_guided"] for entry in all_of) else "in part"
+        commits = ", ".join(dict.fromkeys(entry["commit"] for entry in all_of))
+        lines.append(f"| {name} | {minutes:.1f} | {inputs} | {broken} | {guided} | {commits} |")
+    write_file(TRIED.with_suffix(".md"), "\n".join([*lines, ""]).encode())
+
+
+def _tried() -> list[dict[str, Any]]:
+    return list(json.loads(TRIED.read_bytes())) if TRIED.exists() else []
 
 
 def explore(name: str, seconds: float) -> None:
