@@ -54,7 +54,6 @@ def main() -> int:
         explore(chosen[0], asked.minutes * 60)
         return 0
     broken = [name for name in chosen if not _holds(name, asked.minutes * 60 / len(chosen))]
-    write_page(names)
     print(f"{len(chosen)} readers tried, broken: {', '.join(broken) or 'none'}", flush=True)
     return bool(broken)
 
@@ -97,13 +96,14 @@ def note(name: str, seconds: float, said: list[str], found: list[str]) -> None:
         "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
-    write_file(TRIED, json.dumps([*_tried(), entry], indent=1).encode() + b"\n")
+    tried = json.loads(TRIED.read_bytes()) if TRIED.exists() else []
+    tried.append(entry)
+    write_file(TRIED, json.dumps(tried, indent=1).encode() + b"\n")
+    write_file(TRIED.with_suffix(".md"), page(tried).encode())
 
 
-def write_page(names: list[str]) -> None:
+def page(tried: list[dict[str, Any]]) -> str:
     """Add up what was noted, reader by reader."""
-    from understudy.files import write_file
-
     lines = [
         "# Hostile input",
         "",
@@ -114,19 +114,14 @@ def write_page(names: list[str]) -> None:
         "| reader | minutes | inputs | broken by | guided by coverage | commits |",
         "|---|---|---|---|---|---|",
     ]
-    for name in names:
-        if not (all_of := [entry for entry in _tried() if entry["reader"] == name]):
-            continue
+    for name in sorted({entry["reader"] for entry in tried}):
+        all_of = [entry for entry in tried if entry["reader"] == name]
         minutes, inputs = (sum(entry[key] for entry in all_of) for key in ("minutes", "inputs"))
         broken = sum(len(entry["found"]) for entry in all_of)
         guided = "yes" if all(entry["is_guided"] for entry in all_of) else "in part"
         commits = ", ".join(dict.fromkeys(entry["commit"] for entry in all_of))
         lines.append(f"| {name} | {minutes:.1f} | {inputs} | {broken} | {guided} | {commits} |")
-    write_file(TRIED.with_suffix(".md"), "\n".join([*lines, ""]).encode())
-
-
-def _tried() -> list[dict[str, Any]]:
-    return list(json.loads(TRIED.read_bytes())) if TRIED.exists() else []
+    return "\n".join([*lines, ""])
 
 
 def explore(name: str, seconds: float) -> None:
