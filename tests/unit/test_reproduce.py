@@ -8,8 +8,10 @@ import signal
 from dataclasses import replace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
+from door import some_images
 from understudy.errors import InvalidData, InvalidSettings
 from understudy.methods import METHODS, load_method
 from understudy.methods.method import configure
@@ -298,3 +300,18 @@ def test_a_small_scale_says_that_it_is_not_comparable():
     experiment = tiny_experiment()
     assert "not comparable" in tables.markdown(experiment, [])
     assert "not comparable" not in tables.markdown(replace(experiment, scale="full"), [])
+
+
+def test_a_set_without_a_test_split_is_tested_on_what_was_held_out(tmp_path):
+    """A tenth of the units are set aside at registration, and no run learns from them."""
+    np.savez(tmp_path / "scans.npz", images=some_images(80).images, labels=np.arange(80) % 3)
+    (run, _) = tiny_experiment().runs
+    held = replace(
+        run, data="scans.npz", reading=(("classes", ("a", "b", "c")),), hold_out=0.1,
+        delta=1e-3,
+    )  # fmt: skip
+    place = Place(work=tmp_path / "w", results=tmp_path / "r", data_dir=str(tmp_path))
+    reproduce(tiny_experiment(runs=(held,), published=()), place)
+    (metrics,) = (tmp_path / "w").glob("*/private/metrics.json")
+    (measured,) = json.loads(metrics.read_text())["utility"]
+    assert measured["test_images"] == 8

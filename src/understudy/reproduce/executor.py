@@ -29,6 +29,7 @@ from understudy.job import StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence, measure_quality, measure_real
 from understudy.methods import OF_CLASSIFIERS
 from understudy.pipeline import load_data, make_run
+from understudy.privacy.registration import RegistrationTerms
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
 from understudy.reproduce import tables
@@ -211,7 +212,7 @@ class _Executor:
     def _cell(self, run: PlannedRun, places: list[Path], data: LabelledImages, model: str) -> Cell:
         """Return a number: a classifier that was released is tested as it is."""
         is_trained = run.method in OF_CLASSIFIERS and not run.stages
-        asked = self._asked(data, RELEASED if is_trained else model)
+        asked = self._asked(run, data, RELEASED if is_trained else model)
         if run.method == REAL:
             return self._on_real(run, asked, model)
         return (self._after_each if run.stages else self._measured)(places, asked, model)
@@ -237,7 +238,9 @@ class _Executor:
             parts = split(data, run.stages.split())
             return learn_stages(parts, out=out, **run.request(), **how)
         if not RunDirectory(out).is_finished:
-            make_run(data, **run.request(), out=out, resume=partial(out).exists(), **how)
+            terms = RegistrationTerms(hold_out=run.hold_out)
+            again = partial(out).exists()
+            make_run(data, **run.request(), out=out, resume=again, terms=terms, **how)
         return [out]
 
     def _measured(self, places: list[Path], asked: dict[str, Any], model: str) -> Cell:
@@ -287,8 +290,9 @@ class _Executor:
             "progress": self.report,
         }
 
-    def _asked(self, data: LabelledImages, model: str) -> dict[str, Any]:
-        measure, asked = self.experiment.measure, self._where | {"test": data}
+    def _asked(self, run: PlannedRun, data: LabelledImages, model: str) -> dict[str, Any]:
+        tested = None if run.hold_out else data  # by default what was held out
+        measure, asked = self.experiment.measure, self._where | {"test": tested}
         if model == RELEASED:
             return asked
         trained = {"protocol": measure.protocol, "models": [model], "seeds": measure.seeds}

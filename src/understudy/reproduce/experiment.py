@@ -38,8 +38,9 @@ OF_RUN = (
     "snapshots",
     "variant",
     "stages",
+    "hold_out",
 )
-NOT_REQUESTED = ("data", "variant", "stages")
+NOT_REQUESTED = ("data", "variant", "stages", "hold_out")
 """What a run's request to a method does not say."""
 
 UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
@@ -67,6 +68,8 @@ class PlannedRun:
     """What is special about its settings, in words."""
     stages: str = ""
     """Continual learning: classes of each stage, `5,6 1,2`; a run is then made of each."""
+    hold_out: float = 0.0
+    """Share of the units to test on, of a set without a test split."""
     settings: tuple[tuple[str, Any], ...] = ()
     reading: tuple[tuple[str, Any], ...] = ()
     """How a set that is not a known one is read, such as which of its labels."""
