@@ -169,7 +169,7 @@ def test_methods_run_with_canaries(name):
     if "generated" in known:  # whole batches answer, for one canary after another
         members, settings = 10, settings | {"steps": 20, "batch": 1440}
     in_turn = members if "generated" in known else 1
-    epsilon = 30.0
+    epsilon = 300.0 if "generated" in known else 30.0  # the noise of others would have no room
     setup = Setup(canaries=members, settings=settings, accountant="renyi", epsilon=epsilon)
     stage, method = setup.prepared(name)
     has_sums = any(line.kind == "class_sums" for line in method.plan())

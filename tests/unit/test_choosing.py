@@ -9,6 +9,8 @@ import pytest
 from understudy.cli.main import main
 from understudy.methods import METHODS, OF_CLASSIFIERS, load_method
 from understudy.methods.choosing import AUTO, Common, choose
+from understudy.methods.method import Preset, configure
+from understudy.methods.rehearsal import Rehearsal
 from understudy.privacy.plan import PublicFacts
 
 IMAGE_METHODS = sorted(set(METHODS) - OF_CLASSIFIERS)
@@ -29,22 +31,27 @@ def test_settings_that_need_no_method_are_those_of_every_method(method):
 
 
 @pytest.mark.parametrize(
-    ("units", "epsilon", "wanted", "method"),
+    ("units", "epsilon", "wanted", "why"),
     [
-        (60_000, 1.0, 10, "rehearsal"),
-        (60_000, 1.0, 6000, "rehearsal"),
-        (60_000, math.inf, 10, "rehearsal"),
-        (1438, 1.0, 10, "rehearsal"),
-        (1438, 10.0, 500, "dp-merf"),
-        (1438, 0.3, 10, "dp-merf"),
-        (100, 1.0, 10, "dp-merf"),
+        (60_000, 1.0, 10, "enough for a small set"),
+        (60_000, 1.0, 6000, "enough for a large set, with soft labels"),
+        (60_000, math.inf, 10, "enough for a small set"),
+        (1438, 10.0, 500, "enough for a large set, with hard labels"),
+        (1438, 0.1, 10, "too few for any method"),
     ],
 )
-def test_the_choice_follows_records_budget_and_size(units, epsilon, wanted, method):
+def test_the_reason_follows_records_budget_and_size(units, epsilon, wanted, why):
     choice = choose(facts_of(units), epsilon, {"images_per_class": wanted})
-    assert choice.method == method
-    assert choice.why.startswith(f"method {method}: ")
-    assert f"{units / 10:g} units per class at epsilon {epsilon:g}" in choice.why
+    assert choice.method == "rehearsal"
+    assert f"{units / 10:g} units per class at epsilon {epsilon:g} are {why}" in choice.why
+
+
+def test_labels_are_as_soft_as_the_reason_says():
+    """The choice and the method know one threshold."""
+    for units in (1438, 60_000):
+        facts, wanted = facts_of(units), {"images_per_class": 500}
+        config = configure(load_method("rehearsal"), facts, 1.0, settings=wanted).config
+        assert ("soft" in choose(facts, 1.0, wanted).why) == (config.teacher_steps > 0)
 
 
 def call(*arguments, capsys):
@@ -60,16 +67,17 @@ def call(*arguments, capsys):
 def test_a_run_without_a_method_says_which_and_why(tmp_path, monkeypatch, capsys):
     """The same command resumes it: the choice does not depend on what was spent meanwhile."""
     monkeypatch.chdir(tmp_path)
-    asked = ["--epsilon", "0.1", "--images-per-class", "1", "--accountant", "renyi"]
-    asked += ["--ledger", "ledger", "--device", "cpu"]
+    asked = ["--epsilon", "0.1", "--images-per-class", "1", "--ledger", "ledger", "--device", "cpu"]
+    few = {"networks": 1, "refine_steps": 1, "match_steps": 1, "samples": 20}
+    monkeypatch.setitem(Rehearsal.presets, "small", Preset(lambda *_: few, "nothing"))
     code, out, err = call("generate", "digits", *asked, capsys=capsys)
     assert code == 0, err
-    assert "method dp-merf: 143.8 units per class at epsilon 0.1 are few" in out + err
-    release = tmp_path / "runs" / "digits-dp-merf-eps0.1" / "release"
+    assert "method rehearsal: 143.8 units per class at epsilon 0.1 are too few" in out + err
+    release = tmp_path / "runs" / "digits-rehearsal-eps0.1" / "release"
     certificate = json.loads((release / "certificate.json").read_text())
-    assert certificate["method"]["name"] == "dp-merf"
+    assert certificate["method"]["name"] == "rehearsal"
     assert certificate["method"]["settings"]["images_per_class"] == 1
-    out = "runs/digits-dp-merf-eps0.1"
+    out = "runs/digits-rehearsal-eps0.1"
     code, said, err = call("generate", "digits", *asked, "--out", out, "--resume", capsys=capsys)
     assert code == 0, err
     assert "is finished already" in said + err
