@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _holds(name: str, seconds: float) -> bool:
-    before = {path.name for path in (CORPUS / name).iterdir()}
+    before, started = {path.name for path in (CORPUS / name).iterdir()}, time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "tests.fuzz", "--explore", f"--minutes={seconds / 60}"]
         try:
@@ -71,7 +71,7 @@ def _holds(name: str, seconds: float) -> bool:
         log.seek(0)
         said = log.read().splitlines()
     found = sorted({path.name for path in (CORPUS / name).iterdir()} - before)
-    note(name, seconds, said, found)
+    note(name, time.monotonic() - started, said, found)
     if code == 0 and not found:
         print(f"{name}: {next((s for s in reversed(said) if s.startswith('Done')), 'Done')}")
         return True

@@ -76,6 +76,12 @@ def _read(
     }
     labels = np.array(values_at(label_at, images, columns)[1])
     unit, units = units_at(unit_at, images, columns)
+    for what, values in (("labels", labels), ("units", units)):
+        if values is not None and len(values) != len(names):
+            raise InvalidData(
+                f"{source} holds {len(values)} {what} for {len(names)} images; it is damaged, get "
+                "it again"
+            )
     decoded = decode_images(
         (image for table in tables for image in table.images()), len(names), reading, progress
     )
