@@ -33,7 +33,8 @@ class Choice(NamedTuple):
 def choose(facts: PublicFacts, epsilon: float, settings: Mapping[str, Any]) -> Choice:
     """Choose by what is public of the records, the budget, and how many images are wanted.
 
-    Wherever methods were compared, Rehearsal was ahead: it is this one, and what to say differs.
+    In the mean over models Rehearsal was ahead wherever methods were compared: it is this one, and
+    what to say differs.
 
     >>> facts = PublicFacts(
     ...     units=1438, class_names=tuple("0123456789"), shape=(1, 8, 8), mean=(0.3,), std=(0.4,)

@@ -179,16 +179,23 @@ def replaced_divergence(rate: float, noise_multiplier: float, order: float) -> f
     return float(min(unsampled, max(0.0, log_integral) / (order - 1) + ROUNDED_UP))
 
 
+def wide_interval(plan: Plan, noise_multiplier: float, delta: float) -> float:
+    """Return a discretisation of privacy losses that is good enough for a picture.
+
+    A small epsilon is made of small losses: it must not vanish between two steps.
+    """
+    by_epsilon = _renyi(_gaussians(plan, noise_multiplier)).epsilon(delta) / FINER_THAN_EPSILON
+    return min(WIDEST_INTERVAL, by_epsilon) or WIDEST_INTERVAL
+
+
 def fine_interval(plan: Plan, noise_multiplier: float, delta: float) -> float:
     """Return a discretisation of privacy losses that costs about 1e-4 of epsilon, or less.
 
     What it costs grows with the number of releases and the square of the interval; what it takes
-    to compute is inverse to the interval. A small epsilon is made of small losses: it must not
-    vanish between two steps.
+    to compute is inverse to the interval.
     """
-    by_count = min(WIDEST_INTERVAL, max(FINEST_INTERVAL, math.sqrt(1e-3 / plan.total)))
-    by_epsilon = _renyi(_gaussians(plan, noise_multiplier)).epsilon(delta) / FINER_THAN_EPSILON
-    return min(by_count, by_epsilon) or by_count
+    by_count = max(FINEST_INTERVAL, math.sqrt(1e-3 / plan.total))
+    return min(by_count, wide_interval(plan, noise_multiplier, delta))
 
 
 def check_cost(plan: Plan, noise_multiplier: float) -> None:

@@ -21,12 +21,12 @@ from understudy.privacy.accounting import (
     CURVE_DELTAS,
     EPSILON_TOLERANCE,
     LIBRARY,
-    WIDEST_INTERVAL,
     RenyiFilter,
     check_cost,
     composed_epsilon,
     epsilon_curve,
     epsilon_of,
+    wide_interval,
 )
 from understudy.privacy.curator import Curator
 from understudy.privacy.form import check_form
@@ -316,7 +316,8 @@ def implied_curve(certificate: Certificate, deltas: Sequence[float]) -> list[tup
     tail = guarantee["delta_split"]["sampler_tail"]
     inner = [delta - tail for delta in deltas if delta > tail]
     accountant = guarantee["accountant"]
-    curve = epsilon_curve(plan, multiplier, inner, accountant, interval=WIDEST_INTERVAL)
+    coarse = wide_interval(plan, multiplier, min(inner, default=0.5))
+    curve = epsilon_curve(plan, multiplier, inner, accountant, interval=coarse)
     return [(epsilon, delta + tail) for epsilon, delta in zip(curve, inner, strict=True)]
 
 
