@@ -13,14 +13,14 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from understudy.errors import InvalidSettings
-from understudy.privacy import accounting, randomness
+from understudy.privacy import calibration, randomness
 from understudy.privacy.accounting import (
     RenyiFilter,
-    calibrate,
     composed_epsilon,
     epsilon_of,
     renyi_divergence,
 )
+from understudy.privacy.calibration import calibrate
 from understudy.privacy.plan import Budget, Plan, PlannedRelease
 from understudy.privacy.randomness import tail_delta
 
@@ -109,8 +109,8 @@ def test_a_cached_calibration_is_used_only_if_it_still_holds(tmp_path, monkeypat
     honest = calibrate(plan, budget, cache=tmp_path)
     (entry,) = tmp_path.glob("*.json")
     searches = []
-    search = accounting._search
-    monkeypatch.setattr(accounting, "_search", lambda *a: searches.append(1) or search(*a))
+    search = calibration._search
+    monkeypatch.setattr(calibration, "_search", lambda *a: searches.append(1) or search(*a))
     assert calibrate(plan, budget, cache=tmp_path) == honest
     assert not searches
     for lie in (honest.noise_multiplier * 0.9, honest.noise_multiplier * 1.1, "x", None):

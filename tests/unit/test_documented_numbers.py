@@ -12,13 +12,8 @@ from scipy.stats import norm
 
 from understudy.methods import load_method
 from understudy.methods.method import configure
-from understudy.privacy.accounting import (
-    CURVE_DELTAS,
-    RenyiFilter,
-    calibrate,
-    epsilon_curve,
-    renyi_divergence,
-)
+from understudy.privacy.accounting import CURVE_DELTAS, RenyiFilter, epsilon_curve, renyi_divergence
+from understudy.privacy.calibration import calibrate
 from understudy.privacy.plan import Budget, Plan, PlannedRelease, PublicFacts
 from understudy.privacy.trade_off import FURTHER_DELTAS, most_true_positives
 

@@ -17,9 +17,9 @@ from group_process import PLAN
 from door import OneOfTwo, access_to, some_images
 from understudy.errors import DataChanged, InvalidSettings, ProcessLost
 from understudy.privacy import group as module
-from understudy.privacy.accounting import Calibration
 from understudy.privacy.blocks import BlockResult
 from understudy.privacy.briefing import Briefing, FollowingBlocks, digest
+from understudy.privacy.calibration import Calibration
 from understudy.privacy.group import ALONE
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.privacy.releases.histogram import histogram

@@ -31,9 +31,14 @@ from understudy.privacy.trade_off import FURTHER_DELTAS, attack_curve, most_true
 from understudy.report.listing import list_runs
 
 
-def gaussian_certificate(multiplier: float, accountant: str = "pld") -> Certificate:
-    plan = Plan((PlannedRelease(name="sums", kind="class_sums", count=1, dimension=10),))
-    line = plan.to_json()[0] | {"made": 1, "bounds": [1.0], "noise_multiplier": multiplier}
+def gaussian_certificate(
+    multiplier: float, accountant: str = "pld", *, count: int = 1, rate: float = 1.0
+) -> Certificate:
+    released = PlannedRelease(
+        name="sums", kind="class_sums", count=count, dimension=10, sampling_rate=rate
+    )
+    plan = Plan((released,))
+    line = plan.to_json()[0] | {"made": count, "bounds": [1.0], "noise_multiplier": multiplier}
     guarantee = {"accountant": accountant, "delta_split": {"sampler_tail": 1e-11}}
     return Certificate({"guarantee": guarantee, "releases": [line]})
 
@@ -53,6 +58,19 @@ def test_the_bound_on_attacks_holds_for_the_renyi_accountant():
     for rate, most in attack_curve(curve):
         assert most >= norm.cdf(norm.ppf(rate) + 1) - 1e-9, rate
     assert most_true_positives(0.001, curve) < 0.5
+
+
+def test_the_curve_of_a_small_budget_is_that_of_the_gaussian_it_is_close_to():
+    """By the central limit these samples are one Gaussian; no loss vanishes between two steps."""
+    rate, count, shift = 0.01, 10_000, 0.03
+    multiplier = rate * math.sqrt(count) / shift
+    sampled = implied_curve(
+        gaussian_certificate(multiplier, count=count, rate=rate), FURTHER_DELTAS
+    )
+    exact = implied_curve(gaussian_certificate(1 / shift), FURTHER_DELTAS)
+    assert sampled[0][0] == pytest.approx(exact[0][0], rel=0.03)
+    for false, most in attack_curve(sampled):
+        assert most == pytest.approx(most_true_positives(false, exact), abs=1e-3), false
 
 
 def test_one_guarantee_is_reached_by_randomised_response():

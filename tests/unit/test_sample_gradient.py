@@ -15,12 +15,12 @@ from door import LOOSE, a_vault, access_to, open_curator, records_of, some_image
 from understudy.errors import InvalidSettings, PlanViolation
 from understudy.privacy import accounting
 from understudy.privacy.accounting import (
-    calibrate,
     composed_epsilon,
     epsilon_of,
     renyi_divergence,
     replaced_divergence,
 )
+from understudy.privacy.calibration import calibrate
 from understudy.privacy.ensemble import Ensemble, shards
 from understudy.privacy.plan import Budget, Plan, PlannedRelease, PublicFacts
 from understudy.privacy.randomness import SAMPLER_REACH, tail_delta

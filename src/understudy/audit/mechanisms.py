@@ -33,7 +33,8 @@ from understudy.audit.witness import Observation, Witness
 from understudy.data.images import LabelledImages, labelled_images
 from understudy.errors import InvalidSettings
 from understudy.nets.params import Params
-from understudy.privacy.accounting import calibrate, epsilon_of
+from understudy.privacy.accounting import epsilon_of
+from understudy.privacy.calibration import calibrate
 from understudy.privacy.plan import Block, Budget, Kind, Plan, PlannedRelease
 from understudy.privacy.releases.class_sums import Embedding
 

@@ -18,7 +18,7 @@ from understudy.files import home
 from understudy.job import Request
 from understudy.job import planned as plan_of
 from understudy.methods.choosing import AUTO
-from understudy.privacy.accounting import Calibration, calibrate
+from understudy.privacy.calibration import Calibration, calibrate
 from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.randomness import tail_delta
 from understudy.privacy.secure import secret_randomness

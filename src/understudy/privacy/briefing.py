@@ -22,8 +22,8 @@ from torch import Tensor
 
 from understudy.data.images import LabelledImages
 from understudy.errors import DataChanged, InvalidSettings
-from understudy.privacy.accounting import Calibration
 from understudy.privacy.blocks import BlockResult, Blocks, Counts
+from understudy.privacy.calibration import Calibration
 from understudy.privacy.plan import Plan, PublicFacts
 
 UNITS, MARK = "units", b"briefing"

@@ -19,7 +19,6 @@ from understudy.errors import InvalidSettings, VerificationFailed
 from understudy.files import canonical_json, file_digest, parse_json, read_whole
 from understudy.privacy.accounting import (
     CURVE_DELTAS,
-    EPSILON_TOLERANCE,
     LIBRARY,
     RenyiFilter,
     check_cost,
@@ -28,6 +27,7 @@ from understudy.privacy.accounting import (
     epsilon_of,
     wide_interval,
 )
+from understudy.privacy.calibration import EPSILON_TOLERANCE
 from understudy.privacy.curator import Curator
 from understudy.privacy.form import check_form
 from understudy.privacy.ledger import Ledger

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings, RoundDeclined
-from understudy.privacy.accounting import Calibration, epsilon_of
+from understudy.privacy.accounting import epsilon_of
+from understudy.privacy.calibration import Calibration
 from understudy.privacy.ensemble import Ensemble, Learn, State
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts

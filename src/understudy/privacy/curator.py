@@ -18,9 +18,10 @@ from torch import Tensor
 from understudy.errors import Interrupted, InvalidSettings, PlanExhausted, PlanViolation
 from understudy.nets.params import Params
 from understudy.nets.released import Artefact
-from understudy.privacy.accounting import Calibration, epsilon_of
+from understudy.privacy.accounting import epsilon_of
 from understudy.privacy.blocks import Blocks
 from understudy.privacy.briefing import FollowingBlocks
+from understudy.privacy.calibration import Calibration
 from understudy.privacy.ensemble import Ensemble
 from understudy.privacy.ensemble import State as MemberState
 from understudy.privacy.gradients import Loss

@@ -14,15 +14,10 @@ from numpy.typing import NDArray
 from understudy.data.images import LabelledImages
 from understudy.errors import DataChanged, InvalidSettings, UnderstudyError
 from understudy.files import home
-from understudy.privacy.accounting import (
-    FILTER_TAIL_SHARE,
-    Calibration,
-    RenyiFilter,
-    calibrate,
-    renyi_divergence,
-)
+from understudy.privacy.accounting import FILTER_TAIL_SHARE, RenyiFilter, renyi_divergence
 from understudy.privacy.blocks import Blocks
 from understudy.privacy.briefing import Briefing, FollowingBlocks, digest, results_of
+from understudy.privacy.calibration import Calibration, calibrate
 from understudy.privacy.client import Client, Critic, Offer
 from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.group import ALONE, Group
