@@ -1,4 +1,4 @@
-"""What a person or a machine sees: a live bar and tables, nothing, or JSON lines."""
+"""What a person or a machine sees: a live bar and tables, lines, nothing, or JSON lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +27,8 @@ from rich.text import Text
 from understudy.progress import Progress
 from understudy.text import legible
 
-JSON_SECONDS = 1.0
+JSON_SECONDS, LINE_SECONDS = 1.0, 60.0
+"""How often progress is told to a machine, and to a file that a person reads."""
 SPENT_SECONDS = 2.0
 """Epsilon spent so far is asked for at most this often: computing it takes a moment."""
 
@@ -93,16 +95,17 @@ class Output(Progress):
     def steps(
         self, steps: range, *, spent: Callable[[], float] | None = None, what: str = ""
     ) -> Iterator[int]:
-        """Draw a bar over `steps`."""
+        """Draw a bar over `steps`; into a file or a pipe, print a line a minute."""
+        if not self.console.is_terminal:
+            yield from self._lines(steps, spent, what)
+            return
         columns = [
             TextColumn("{task.description}"),
             BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
             TextColumn("{task.fields[spent]}"),
         ]  # fmt: skip
-        # Into a file or a pipe a bar would only print empty lines.
-        hidden = not self.console.is_terminal
-        with Bar(*columns, console=self.console, transient=True, disable=hidden) as bar:
+        with Bar(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(what, total=steps.stop, completed=steps.start, spent="")
             asked = 0.0
             for step in steps:
@@ -111,6 +114,27 @@ class Output(Progress):
                     asked = time.monotonic()
                     bar.update(task, spent=f"epsilon spent {spent():.3g}")
                 bar.update(task, completed=step + 1)
+
+    def _lines(self, steps: range, spent: Callable[[], float] | None, what: str) -> Iterator[int]:
+        def tell(done: int, seconds_left: float) -> None:
+            left = timedelta(seconds=round(seconds_left))
+            costs = f", epsilon spent {spent():.3g}" if spent else ""
+            self.say(f"{what or 'step'} {done}/{steps.stop}, {left} left{costs}")
+
+        yield from _telling(steps, tell, every=LINE_SECONDS)
+
+
+def _telling(
+    steps: range, tell: Callable[[int, float], None], *, every: float, at_end: bool = False
+) -> Iterator[int]:
+    """Iterate over steps; `tell` every so many seconds how many are done, and the seconds left."""
+    started = told = time.monotonic()
+    for step in steps:
+        yield step
+        now, done = time.monotonic(), step + 1 - steps.start
+        if now - told >= every or (at_end and done == len(steps)):
+            told = now
+            tell(step + 1, (now - started) / done * (len(steps) - done))
 
 
 class QuietOutput(Output):
@@ -160,20 +184,17 @@ class JsonOutput(Output):
         self, steps: range, *, spent: Callable[[], float] | None = None, what: str = ""
     ) -> Iterator[int]:
         """Print progress about once a second."""
-        started = printed = time.monotonic()
-        for step in steps:
-            yield step
-            now, done = time.monotonic(), step + 1 - steps.start
-            if now - printed >= JSON_SECONDS or step == steps[-1]:
-                printed = now
-                left = (now - started) / done * (len(steps) - done)
-                fields = {
-                    "what": what,
-                    "done": step + 1,
-                    "total": steps.stop,
-                    "seconds_left": round(left, 1),
-                }
-                self._print("progress", **fields, epsilon_spent=spent() if spent else None)
+
+        def tell(done: int, seconds_left: float) -> None:
+            fields = {"what": what, "done": done, "total": steps.stop}
+            self._print(
+                "progress",
+                **fields,
+                seconds_left=round(seconds_left, 1),
+                epsilon_spent=spent() if spent else None,
+            )
+
+        yield from _telling(steps, tell, every=JSON_SECONDS, at_end=True)
 
 
 class SilentOutput(QuietOutput):
