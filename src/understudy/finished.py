@@ -15,8 +15,8 @@ from understudy.nets.released import Artefact, Classifier, Generator
 from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Verification
 from understudy.privacy.ledger import Ledger
+from understudy.privacy.mark import Mark
 from understudy.privacy.plan import PublicFacts
-from understudy.privacy.witness import Witness
 from understudy.runs import (
     CLASSIFIER_FILE,
     GENERATOR_FILE,
@@ -162,7 +162,7 @@ def verify(directory: str | Path, *, ledger: Ledger | str | Path | bool = False)
     with opened(ledger_of(directory) if ledger is True else ledger, create=False) as book:
         found = certificates.verify(release, ledger=book)
         if seen := RunDirectory(Path(directory)).ledger_seen():
-            book.confirm(Witness.from_json(*seen), seen[1])
+            book.confirm(Mark.from_json(*seen), seen[1])
     return found
 
 

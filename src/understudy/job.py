@@ -32,10 +32,10 @@ from understudy.privacy.curator import Curator, Pace
 from understudy.privacy.ensemble import check_shards
 from understudy.privacy.group import ALONE, Group
 from understudy.privacy.ledger import Ledger
+from understudy.privacy.mark import Mark
 from understudy.privacy.plan import OF_ENSEMBLES, Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.secure import ciphers, secret_randomness
 from understudy.privacy.vault import Vault, follow
-from understudy.privacy.witness import Witness
 from understudy.progress import Progress
 from understudy.provenance import PublicInput, device_name, forget_peak_memory, peak_memory
 from understudy.runs import CLASSIFIER_FILE, GENERATOR_FILE, SET_FILE, SHEET_FILE, RunDirectory
@@ -254,7 +254,7 @@ class Job:
                 f"{__version__}; finish it with that version, or start a new run"
             )
         if seen := self.directory.ledger_seen():
-            self.ledger.confirm(Witness.from_json(*seen), seen[1])
+            self.ledger.confirm(Mark.from_json(*seen), seen[1])
         for key, value in settings.items():
             if stored.get(key) != value:
                 raise InvalidSettings(

@@ -15,8 +15,8 @@ from understudy.cli.main import main
 from understudy.errors import LedgerError, OutputExists
 from understudy.privacy import database, safekeeping
 from understudy.privacy.ledger import Ledger
+from understudy.privacy.mark import Mark, mark_beside, mark_file
 from understudy.privacy.registration import RegistrationTerms, register
-from understudy.privacy.witness import Witness, witness_beside, witness_file
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def copied(path: Path) -> Path:
 def test_a_ledger_in_order_is_found_so(used):
     found = safekeeping.check(used)
     assert (found.data_sets, found.runs, found.lost) == (1, 1, 0)
-    assert found.entries == used.latest().number == witness_beside(used.path).number
+    assert found.entries == used.latest().number == mark_beside(used.path).number
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_row_changed_by_another_hand_shows_at_once(used, edited):
 def test_the_rest_shows_when_it_is_checked(used, edited):
     used.close()
     edit(used.path, edited)
-    witness_file(used.path).unlink()
+    mark_file(used.path).unlink()
     with pytest.raises(LedgerError, match="is not a usable ledger"):
         edit(used.path, "DELETE FROM history WHERE number > 3")
         safekeeping.check(Ledger(used.path))
@@ -254,17 +254,17 @@ def test_a_copy_is_of_one_moment_and_replaces_an_earlier_one(used, tmp_path):
     assert safekeeping.backup(used, copy).number == first.number + 1
 
 
-def test_the_witness_is_never_ahead(used, monkeypatch):
-    """Cut off between commit and witness, the ledger is ahead, and that is fine."""
-    before = witness_beside(used.path)
+def test_the_mark_is_never_ahead(used, monkeypatch):
+    """Cut off between commit and mark, the ledger is ahead, and that is fine."""
+    before = mark_beside(used.path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(used, "_testify", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         used.disclose(None, what="test", purpose="cut off")
-    assert witness_beside(used.path) == before
+    assert mark_beside(used.path) == before
     again = Ledger(used.path)
     assert again.latest().number == before.number + 1
     again.disclose(None, what="test", purpose="goes on")
-    assert witness_beside(used.path) == again.latest()
+    assert mark_beside(used.path) == again.latest()
 
 
 def test_a_transaction_that_changes_nothing_has_no_entry(used):
@@ -273,13 +273,13 @@ def test_a_transaction_that_changes_nothing_has_no_entry(used):
     assert used.latest() == before
 
 
-def test_a_witness_that_cannot_be_read_says_so(used):
+def test_a_mark_that_cannot_be_read_says_so(used):
     used.close()
     for content in ("{", json.dumps({"number": 1})):
-        witness_file(used.path).write_text(content)
+        mark_file(used.path).write_text(content)
         with pytest.raises(LedgerError, match="put it back"):
             Ledger(used.path)
-    witness_file(used.path).unlink()
+    mark_file(used.path).unlink()
     Ledger(used.path).close()  # as after a copy of the file alone
 
 
@@ -320,7 +320,7 @@ def test_on_the_command_line(used, tmp_path, capsys):
     assert "is in order" in run("check")[1]
     assert "1 run directories compared" in run("check", str(tmp_path / "a-run"))[1]
     assert "until entry" in run("backup", copy)[1]
-    seen = Witness(used.latest().number + 5, "00" * 16)
+    seen = Mark(used.latest().number + 5, "00" * 16)
     (run_folder / "ledger.json").write_text(json.dumps(seen.to_json()))
     code, said = run("check", str(tmp_path))
     assert code == 2

@@ -6,7 +6,7 @@ SQLite notices a torn page and undoes a transaction that was cut short. Three th
   rows, carried forward by every transaction: a row that changed, came or went otherwise shows.
 - **History.** Every transaction has a number and a head, the authentication code of the head before
   it, its number and the sums. A state of the ledger is named by both.
-- **Witness.** Number and head of the last transaction stand in a file beside the ledger, written
+- **High-water mark.** Number and head of the last transaction stand in a file beside it, written
   right after the commit. The ledger may be ahead of it, never behind: one that is has been put back
   to an older copy, and is refused.
 
@@ -30,8 +30,8 @@ from typing import Any
 
 from understudy.errors import LedgerDamaged, LedgerError, StorageError
 from understudy.files import REMEDIES, make_directory, sync_directory, write_json
+from understudy.privacy.mark import NOTHING, Mark, mark_beside, mark_file
 from understudy.privacy.schema import ADDED, FORMAT, SCHEMA, SUMMED
-from understudy.privacy.witness import NOTHING, Witness, witness_beside, witness_file
 
 LOCK_SECONDS = 60.0
 """How long to wait for another process that writes to the ledger."""
@@ -97,9 +97,9 @@ class Database:
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path
-        seen = witness_beside(path)  # before the ledger is read: it may only be ahead
+        seen = mark_beside(path)  # before the ledger is read: it may only be ahead
         if not path.exists() and (seen or not create):
-            gone = f"is gone, but {witness_file(path)} has seen it; {RESTORE}"
+            gone = f"is gone, but {mark_file(path)} has seen it; {RESTORE}"
             raise LedgerError(
                 f"the ledger {path} {gone}"
                 if seen
@@ -175,7 +175,7 @@ class Database:
 
     # Opening
 
-    def _prepare(self, seen: Witness | None) -> None:
+    def _prepare(self, seen: Mark | None) -> None:
         run = self._connection.execute
         self._use_wal()
         run("PRAGMA synchronous = FULL")
@@ -191,7 +191,7 @@ class Database:
         self._watch_rows()
         self.check_sum("entries")
         if seen:
-            self.confirm(seen, witness_file(self.path), accepts_lost=True)
+            self.confirm(seen, mark_file(self.path), accepts_lost=True)
 
     def _use_wal(self) -> None:
         """Switch to write-ahead logging; a race for a new file answers «locked» without waiting."""
@@ -211,12 +211,12 @@ class Database:
             return {}
         return {row["key"]: bytes(row["value"]) for row in run("SELECT * FROM meta")}
 
-    def _bring_up_to_date(self, seen: Witness | None) -> dict[str, bytes]:
+    def _bring_up_to_date(self, seen: Mark | None) -> dict[str, bytes]:
         """Make the tables of a new ledger, or those that one of an earlier format lacks."""
         with self._locked() as run:
             if not self._meta():
                 if seen:
-                    raise self.damage(f"it is empty, but {witness_file(self.path)} has seen more")
+                    raise self.damage(f"it is empty, but {mark_file(self.path)} has seen more")
                 for statement in SCHEMA.split(";"):
                     run(statement)
                 run(
@@ -303,7 +303,7 @@ class Database:
         with self._errors(), self._locked():
             self._enter(lost=count)
 
-    def _head(self, before: Witness, number: int) -> bytes:
+    def _head(self, before: Mark, number: int) -> bytes:
         sums = [self._meta()[name] for name in SUMMED]
         return self.mac(b"head", before.head.encode(), str(number).encode(), *sums)[:SUM_BYTES]
 
@@ -313,7 +313,7 @@ class Database:
         The lock is taken once more, so that of two processes none writes an older state.
         """
         with self._locked():
-            write_json(witness_file(self.path), self.latest().to_json(), mode=0o600)
+            write_json(mark_file(self.path), self.latest().to_json(), mode=0o600)
 
     # Reading
 
@@ -326,22 +326,22 @@ class Database:
         """Return the first row that a query finds."""
         return next(iter(self.rows(statement, values)), None)
 
-    def latest(self) -> Witness:
+    def latest(self) -> Mark:
         """Return how far the ledger has come."""
         row = self.row("SELECT * FROM history ORDER BY number DESC LIMIT 1")
-        return Witness(row["number"], row["head"].hex()) if row else NOTHING
+        return Mark(row["number"], row["head"].hex()) if row else NOTHING
 
     def lost(self) -> int:
         """Return how many transactions are missing, because an older copy was put back."""
         row = self.row("SELECT coalesce(sum(lost), 0) AS lost FROM history")
         return int(row["lost"]) if row else 0
 
-    def has_passed(self, seen: Witness) -> bool:
+    def has_passed(self, seen: Mark) -> bool:
         """Say whether the ledger was once in this state."""
         row = self.row("SELECT head FROM history WHERE number = ?", (seen.number,))
         return row is not None and row["head"].hex() == seen.head
 
-    def confirm(self, seen: Witness, where: Path, *, accepts_lost: bool = False) -> None:
+    def confirm(self, seen: Mark, where: Path, *, accepts_lost: bool = False) -> None:
         """Refuse to go on if the ledger was never in the state that `where` has seen."""
         if self.has_passed(seen):
             return
@@ -384,7 +384,7 @@ class Database:
             *before, last = self.rows(
                 "SELECT * FROM (SELECT * FROM history ORDER BY number DESC LIMIT 2) ORDER BY number"
             )
-            first = Witness(before[0]["number"], before[0]["head"].hex()) if before else NOTHING
+            first = Mark(before[0]["number"], before[0]["head"].hex()) if before else NOTHING
             if last["head"] != self._head(first, last["number"]):
                 raise self.damage(f"entry {last['number']} does not follow from the one before")
 

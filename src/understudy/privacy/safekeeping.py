@@ -21,9 +21,9 @@ from understudy.files import replacing, sync_directory, write_json
 from understudy.privacy.accounting import RenyiFilter
 from understudy.privacy.database import copy_database
 from understudy.privacy.ledger import Ledger
+from understudy.privacy.mark import Mark, mark_beside, mark_file
 from understudy.privacy.plan import Plan
 from understudy.privacy.schema import SUMMED
-from understudy.privacy.witness import Witness, witness_beside, witness_file
 from understudy.runs import LEDGER_FILE, SETTINGS_FILE
 
 BESIDE = ("-wal", "-shm", "-journal")
@@ -49,7 +49,7 @@ def check(ledger: Ledger, runs: Sequence[Path] = ()) -> Checked:
     """Check every page, sum and rule of a ledger, and that it knows what runs have seen of it.
 
     Args:
-        ledger: opening it has compared it with the witness beside it.
+        ledger: opening it has compared it with the mark beside it.
         runs: run directories, or folders of them; those of other ledgers are left out.
 
     Raises:
@@ -70,7 +70,7 @@ def check(ledger: Ledger, runs: Sequence[Path] = ()) -> Checked:
         _check_budget(ledger, data_set)
     seen = [place for folder in runs for place in _seen_in(folder, ledger.path)]
     for where in seen:
-        ledger.confirm(Witness.from_json(json.loads(where.read_bytes()), where), where)
+        ledger.confirm(Mark.from_json(json.loads(where.read_bytes()), where), where)
     return Checked(ledger.latest().number, len(data_sets), len(rows), ledger.lost(), len(seen))
 
 
@@ -119,7 +119,7 @@ def _seen_in(folder: Path, ledger: Path) -> Iterator[Path]:
                 yield seen
 
 
-def backup(ledger: Ledger, to: Path) -> Witness:
+def backup(ledger: Ledger, to: Path) -> Mark:
     """Copy a ledger to `to`, all or nothing, while others may write to it; an older copy goes.
 
     Returns:
@@ -134,7 +134,7 @@ def backup(ledger: Ledger, to: Path) -> Witness:
 @contextlib.contextmanager
 def _copied(source: Path, place: Path) -> Iterator[Ledger]:
     """Copy a ledger to `place`, check the copy, and let it be one file in the end."""
-    beside = [place.with_name(place.name + ending) for ending in BESIDE] + [witness_file(place)]
+    beside = [place.with_name(place.name + ending) for ending in BESIDE] + [mark_file(place)]
     try:
         _remove(beside)  # of an earlier attempt, not to be taken for parts of this copy
         with _reader(source) as connection:
@@ -161,13 +161,13 @@ def _is_copy_of(ledger: Ledger, path: Path) -> bool:
     return latest is not None and ledger.has_passed(latest)
 
 
-def _latest(path: Path) -> Witness | None:
+def _latest(path: Path) -> Mark | None:
     """Return how far a file goes, None if it cannot be read as a ledger."""
     with contextlib.suppress(sqlite3.Error, TypeError), _reader(path) as found:
         number, head = found.execute(
             "SELECT number, head FROM history ORDER BY number DESC LIMIT 1"
         ).fetchone()
-        return Witness(number, head.hex())
+        return Mark(number, head.hex())
     return None
 
 
@@ -175,7 +175,7 @@ def _latest(path: Path) -> Witness | None:
 class Restored:
     """What a restoration did."""
 
-    latest: Witness
+    latest: Mark
     lost: int
     """Entries that the ledger had and the copy has not, as far as is known."""
     is_compared: bool
@@ -206,11 +206,11 @@ def restore(copy: Path, to: Path, *, accept_loss: bool = False) -> Restored:
             lost = _lost(book, seen, copy, accept_loss=accept_loss)
             latest = book.latest()
         former = _move_aside(to)
-    write_json(witness_file(to), latest.to_json(), mode=0o600)
+    write_json(mark_file(to), latest.to_json(), mode=0o600)
     return Restored(latest, lost, seen is not None, former)
 
 
-def _lost(book: Ledger, seen: Witness | None, copy: Path, *, accept_loss: bool) -> int:
+def _lost(book: Ledger, seen: Mark | None, copy: Path, *, accept_loss: bool) -> int:
     """Return how many entries a copy lacks; refuses it unless that is accepted."""
     if seen is None or book.has_passed(seen):
         return 0
@@ -226,9 +226,9 @@ def _lost(book: Ledger, seen: Witness | None, copy: Path, *, accept_loss: bool) 
     return lost
 
 
-def _known(path: Path) -> Witness | None:
-    """Return how far the ledger at `path` had come, as far as it or its witness can tell."""
-    seen = witness_beside(path)
+def _known(path: Path) -> Mark | None:
+    """Return how far the ledger at `path` had come, as far as it or its mark can tell."""
+    seen = mark_beside(path)
     found = _latest(path) if path.exists() else None
     return max((one for one in (seen, found) if one), key=lambda one: one.number, default=None)
 

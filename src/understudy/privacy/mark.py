@@ -1,4 +1,4 @@
-"""How far a ledger had come when someone looked: what an older copy, put back, cannot hide.
+"""High-water marks: how far a ledger had come when someone looked, which no older copy can hide.
 
 One stands beside the ledger, one in `private/` of every run. It tells nothing: a number, and an
 authentication code under the ledger's key.
@@ -15,7 +15,7 @@ from understudy.errors import LedgerError
 
 
 @dataclass(frozen=True)
-class Witness:
+class Mark:
     """How far a ledger had come when someone looked."""
 
     number: int
@@ -26,7 +26,7 @@ class Witness:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: dict[str, Any], where: Path) -> Witness:
+    def from_json(cls, content: dict[str, Any], where: Path) -> Mark:
         """Read what `to_json` wrote to `where`."""
         try:
             return cls(int(content["number"]), str(content["head"]))
@@ -36,19 +36,19 @@ class Witness:
             ) from None
 
 
-NOTHING = Witness(0, "")
+NOTHING = Mark(0, "")
 
 
-def witness_file(ledger: Path) -> Path:
+def mark_file(ledger: Path) -> Path:
     """Return the file beside a ledger that says how far it has come."""
     return ledger.with_name(f"{ledger.name}.head")
 
 
-def witness_beside(ledger: Path) -> Witness | None:
+def mark_beside(ledger: Path) -> Mark | None:
     """Read how far a ledger had come at least, None if nothing beside it says so."""
-    path = witness_file(ledger)
+    path = mark_file(ledger)
     try:
-        return Witness.from_json(json.loads(path.read_bytes()), path)
+        return Mark.from_json(json.loads(path.read_bytes()), path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
