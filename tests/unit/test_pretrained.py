@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,6 +188,40 @@ def test_arrays_come_back_as_they_are(protocol):
 def test_a_damaged_state_dict_is_refused(content):
     with pytest.raises(MissingWeights, match="cannot be read as weights"):
         read_state_dict(content, "FILE")
+
+
+def _packed(content: bytes, how: int, times: int = 1) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as found, zipfile.ZipFile(made, "w", how) as archive:
+        for member in found.namelist() * times:
+            archive.writestr(member, found.read(member))
+    return made.getvalue()
+
+
+def _claiming(content: bytes) -> bytes:
+    """Let the archive's table say of its last member that it takes three gigabytes."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        size = archive.infolist()[-1].file_size
+    start = content.rindex(b"PK\x01\x02")
+    assert content[start + 24 : start + 28] == size.to_bytes(4, "little")
+    return content[: start + 24] + (3 * 2**30).to_bytes(4, "little") + content[start + 28 :]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda content: _packed(content, zipfile.ZIP_DEFLATED), "it is packed"),
+        (lambda content: _packed(content, zipfile.ZIP_STORED, 2), "a member twice"),
+        (_claiming, "claim more than it holds"),
+    ],
+    ids=["packed", "twice", "claims gigabytes"],
+)
+def test_an_archive_that_torch_would_not_write_is_refused(change, complaint):
+    content = _packed(saved({"a": torch.arange(3.0)}), zipfile.ZIP_STORED)
+    assert read_state_dict(content, "FILE")["a"].tolist() == [0, 1, 2]
+    with pytest.raises(MissingWeights, match=complaint):
+        read_state_dict(change(content), "FILE")
 
 
 def test_a_state_dict_holds_tensors_only():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+import zipfile
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -33,7 +34,8 @@ def read_state_dict(content: bytes, what: str) -> dict[str, Tensor]:
         MissingWeights: it is damaged, or holds anything but tensors.
     """
     try:
-        loaded = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        whole = _rewritten(content) if zipfile.is_zipfile(io.BytesIO(content)) else content
+        loaded = torch.load(io.BytesIO(whole), weights_only=True, map_location="cpu")
     except Exception as error:  # of many kinds for damaged files
         raise MissingWeights(_unreadable(what, error)) from None
     if not isinstance(loaded, dict) or not all(_is_weight(*item) for item in loaded.items()):
@@ -41,6 +43,25 @@ def read_state_dict(content: bytes, what: str) -> dict[str, Tensor]:
     if sum(weight.numel() * weight.element_size() for weight in loaded.values()) > len(content):
         raise MissingWeights(_unreadable(what, "its tensors claim more than it holds"))
     return dict(loaded)
+
+
+def _rewritten(content: bytes) -> bytes:
+    """Write an archive again, as torch writes them: not packed, every member once.
+
+    What a damaged one says of its members' sizes torch would take at its word, and make room for.
+    """
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as found, zipfile.ZipFile(made, "w") as archive:
+        members = found.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ValueError("it is packed")
+        if sum(member.file_size for member in members) > len(content):
+            raise ValueError("its members claim more than it holds")
+        if len({member.filename for member in members}) < len(members):
+            raise ValueError("it holds a member twice")
+        for member in members:
+            archive.writestr(member.filename, found.read(member))
+    return made.getvalue()
 
 
 def _is_weight(name: object, value: object) -> bool:
