@@ -47,7 +47,14 @@ TINY = {
         "count_ratio": 2.0,
     },
     "datalens": {**TAUGHT, "top": 5},
-    "g-pate": {**TAUGHT, "projections": 2, "bins": 4},
+    "g-pate": {
+        **TAUGHT,
+        "projections": 2,
+        "bins": 4,
+        "critic": "records",
+        "generator": "dense",
+        "falling": True,
+    },
     "pate-gan": {**TAUGHT, "student_steps": 2, "generator_steps": 2},
     "gs-wgan": {
         "images_per_class": 3,

@@ -14,7 +14,7 @@ from understudy.errors import InvalidSettings
 from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, scaled
 from understudy.methods.g_pate import BinVote, GPATEConfig
 from understudy.methods.pate_gan import PATEGANConfig, Verdict
-from understudy.methods.teachers import ADAM, Lesson, Shown, stacked, wish
+from understudy.methods.teachers import NetworkCritic, RecordsCritic, Shown, stacked, wish
 from understudy.nets.critics import Teacher
 from understudy.privacy.accounting import epsilon_of
 from understudy.privacy.ensemble import Ensemble, shards
@@ -23,6 +23,7 @@ from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 PIXELS = 64
 FACTS = PublicFacts(units=400, class_names=tuple("abc"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
 TEACHER = Teacher(FACTS.shape, FACTS.classes, 3, 6)
+CRITIC = NetworkCritic(TEACHER, 0.01)
 
 
 def drawn(*shape, seed=0):
@@ -99,7 +100,7 @@ def test_a_sketch_is_linear_and_finds_the_largest_entries():
 def test_what_teachers_count_is_bounded_by_one_bin_for_each_projection():
     params = TEACHER.init(torch.Generator().manual_seed(0))
     public = shown(), drawn(PIXELS, 6)
-    said = BinVote(TEACHER, 10, 0.0)((params,), public)
+    said = BinVote(CRITIC, 10, 0.0)((params,), public)
     assert said.shape == (4, 6, 10)
     assert torch.equal(said.sum(2), torch.ones(4, 6))
     assert said.norm() == pytest.approx(math.sqrt(4 * 6))
@@ -112,17 +113,19 @@ def test_verdicts_are_centred():
     assert said.norm() == pytest.approx(math.sqrt(9) / 2)
 
 
-def test_a_missing_record_changes_one_teacher_and_what_its_adam_remembers():
-    """Weights, moments and all: the others' are the same to the bit."""
+@pytest.mark.parametrize(
+    "critic", [CRITIC, RecordsCritic(PIXELS, 2, 0.1)], ids=["network", "records"]
+)
+def test_a_missing_record_changes_one_teacher_and_all_that_it_knows(critic):
+    """Weights, Adam's moments, records: the others' are the same to the bit."""
     data, members = some_images(12), 4
     facts = replace(FACTS, units=12)
-    alike = TEACHER.init(torch.Generator().manual_seed(0))
-    start = stacked((alike, ADAM.start(alike)), members)
+    start = stacked(critic.start(torch.Generator().manual_seed(0)), members)
 
     def learned(records):
         made = Ensemble(records_of(records), facts, start, members=members, at_once=members)
         for step in range(3):
-            made.learn(Lesson(TEACHER, 0.01), (torch.arange(2) + step) % 3, shown())
+            made.learn(critic, (torch.arange(2) + step) % 3, shown())
         return pytree.tree_leaves(made._state)
 
     gone = int(shards(12, members)[2, 0])
@@ -140,6 +143,43 @@ def test_a_wish_makes_images_look_more_real():
     assert (scores[1] > scores[0]).all()
 
 
+def remembered(images, labels, reach):
+    critic = RecordsCritic(PIXELS, len(labels), reach)
+    nothing = critic.start(torch.Generator())
+    exist = torch.ones(len(labels))
+    return critic, critic(nothing, images, torch.tensor(labels), exist, shown())
+
+
+def test_what_is_remembered_draws_images_to_the_nearest_of_their_class():
+    images = dice(4, *FACTS.shape, seed=1)
+    critic, state = remembered(images, [0, 1, 1, 1], reach=1e-2)
+    near = Shown(images + 0.01, torch.tensor([0, 1, 1, 0]), torch.empty(0))
+    reached = near.images.flatten(1) + critic.wish(state, near)
+    nearest = images.flatten(1)[[0, 1, 2, 0]]  # the last is near one of another class
+    assert torch.allclose(reached, nearest, atol=1e-5)
+
+
+def test_from_afar_they_are_drawn_to_the_mean_and_without_records_nowhere():
+    images = dice(4, *FACTS.shape, seed=1)
+    critic, state = remembered(images, [0, 1, 1, 1], reach=1e3)
+    seen = shown(3)
+    wishes = critic.wish(state, seen)
+    pixels, own = seen.images.flatten(1), images.flatten(1)
+    assert torch.allclose(pixels[1] + wishes[1], own[1:].mean(0), atol=1e-4)
+    assert torch.equal(wishes[2], torch.zeros(PIXELS))  # of a class that it has not
+    unseen = critic.start(torch.Generator())
+    assert torch.equal(critic.wish(unseen, seen), torch.zeros(3, PIXELS))
+
+
+def test_a_record_that_is_not_there_is_not_remembered():
+    images = dice(2, *FACTS.shape, seed=1)
+    critic, state = remembered(images, [0, 0], reach=1e3)
+    of_one = critic(state, images, torch.tensor([0, 0]), torch.tensor([1.0, 0.0]), shown())
+    seen = shown(1)
+    reached = seen.images.flatten(1) + critic.wish(of_one, seen)
+    assert torch.allclose(reached, images.flatten(1)[:1], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "complaint"),
     [
@@ -148,6 +188,9 @@ def test_a_wish_makes_images_look_more_real():
         (DataLensConfig, {"top": -1}, "top is -1"),
         (DataLensConfig, {"clip": float("nan")}, "clip is nan"),
         (DataLensConfig, {"teachers": 0}, "teachers is 0"),
+        (DataLensConfig, {"critic": "human"}, "expected network or records"),
+        (DataLensConfig, {"generator": "x"}, "expected deconv or dense"),
+        (DataLensConfig, {"reach": 0.0}, "reach is 0"),
         (GPATEConfig, {"bins": 0}, "bins is 0"),
         (GPATEConfig, {"threshold": -0.1}, "threshold is -0.1"),
         (PATEGANConfig, {"student_steps": 0}, "student_steps is 0"),

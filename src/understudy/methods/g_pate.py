@@ -22,14 +22,13 @@ from torch import Tensor
 from understudy.errors import InvalidSettings
 from understudy.methods.datalens import scaled
 from understudy.methods.method import Preset, check_at_least_one, setting
-from understudy.methods.teachers import Classroom, Shown, TaughtGenerator, TeachersConfig, wish
-from understudy.nets.critics import Teacher
+from understudy.methods.teachers import Classroom, Critic, Shown, WishedGenerator, WishesConfig
 from understudy.privacy.plan import PublicFacts
 from understudy.seeds import public_generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPATEConfig(TeachersConfig):
+class GPATEConfig(WishesConfig):
     """Settings of G-PATE."""
 
     projections: int = setting(10, "Random directions that gradients are projected to.")
@@ -85,19 +84,18 @@ def chosen(counts: Tensor, least: float) -> Tensor:
 class BinVote:
     """What a teacher says: the bin of each projection of its gradient, image by image."""
 
-    teacher: Teacher
+    critic: Critic
     bins: int
     clip: float
 
     def __call__(self, state: Any, public: tuple[Shown, Tensor]) -> Tensor:
         """Return a one in each bin that was hit (n, projections, bins)."""
         shown, projection = public
-        return in_bins(
-            scaled(wish(self.teacher, state[0], shown) @ projection, self.clip), self.bins
-        )
+        wishes = self.critic.wish(state, shown) @ projection
+        return in_bins(scaled(wishes, self.clip), self.bins)
 
 
-class GPATE(TaughtGenerator):
+class GPATE(WishedGenerator):
     """A generator that follows where most teachers want its images to go."""
 
     config: GPATEConfig
@@ -124,7 +122,7 @@ class GPATE(TaughtGenerator):
         projection = (drawn / math.sqrt(config.projections)).to(room.device)
         counts = room.curator.votes(
             room.members,
-            BinVote(self.teacher, config.bins, config.clip),
+            BinVote(self.critic, config.bins, config.clip),
             (shown, projection),
             dimension=self.dimension,
             bound=math.sqrt(config.batch * config.projections),
@@ -132,4 +130,4 @@ class GPATE(TaughtGenerator):
         )
         least = config.threshold * config.teachers
         wished = chosen(counts.view(config.batch, config.projections, config.bins), least)
-        room.follow(shown, wished.to(projection.dtype) @ projection.T)
+        room.follow(shown, wished.to(projection.dtype) @ projection.T, at)

@@ -95,7 +95,7 @@ class Student:
             self._learn(shown, shares)
         for step in range(config.generator_steps):
             seen = shown if step == 0 else room.shown(config.batch, "fresh", at, step)
-            room.follow(seen, wish(self.network, room.public["student"][0], seen))
+            room.follow(seen, wish(self.network, room.public["student"][0], seen), at)
 
     def _learn(self, shown: Shown, shares: Tensor) -> None:
         """Make one step towards the share of teachers that think an image real."""

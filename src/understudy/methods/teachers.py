@@ -1,8 +1,7 @@
 """Teachers behind the door: what DataLens, G-PATE and PATE-GAN share.
 
-Many small discriminators each learn, without noise, to tell a few private records of their own from
-generated images. A generator shows all of them the same images; what they say together, with noise,
-is all that it learns of the data.
+Many critics each learn, without noise, from a few private records of their own. A generator shows
+all of them the same images; what they say together, with noise, is all that it learns of the data.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +28,10 @@ from understudy.methods.fitting import (
 )
 from understudy.methods.method import check_at_least_one, check_positive, setting, small_or_paper
 from understudy.nets.critics import Teacher, logit_loss
-from understudy.nets.generators import DeconvGenerator
+from understudy.nets.generators import DeconvGenerator, DenseGenerator, GeneratorNetwork
 from understudy.nets.params import Params, moved
 from understudy.privacy.curator import Curator
-from understudy.privacy.ensemble import Ensemble
+from understudy.privacy.ensemble import Ensemble, shard_size
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.progress import Progress
 from understudy.provenance import PublicInput
@@ -41,6 +40,8 @@ from understudy.synthetic import SyntheticSet
 from understudy.training.adam import Adam, AdamState
 
 ADAM = Adam(betas=(0.5, 0.999))
+DENSE = (200, 200)
+"""Hidden layers of the dense generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class TeachersConfig:
     first_steps: int = setting(10, "Steps of the teachers in the first round.")
     teacher_lr: float = setting(1e-3, "Learning rate of the teachers.")
     lr: float = setting(1e-3, "Learning rate of the generator.")
+    falling: bool = setting(False, "Let the generator's learning rate fall to zero.")
+    generator: str = setting("deconv", "Generator: deconv or dense.")
     code: int = setting(5, "Length of the generator's random code.")
     width: int = setting(32, "Channels of a teacher's second convolution.")
     hidden: int = setting(256, "Width of a teacher's hidden layer.")
@@ -70,6 +73,26 @@ class TeachersConfig:
         check_positive(self, "lr", "teacher_lr")
         if not 0 <= self.average < 1:
             raise InvalidSettings(f"average is {self.average:g}, expected 0 to below 1")
+        if self.generator not in ("deconv", "dense"):
+            raise InvalidSettings(f"generator is '{self.generator}', expected deconv or dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WishesConfig(TeachersConfig):
+    """Settings of a generator whose teachers say how images should change."""
+
+    critic: str = setting(
+        "network", "What a teacher judges by: a network, or the records that it remembers."
+    )
+    reach: float = setting(
+        0.1, "Distance, by root mean square of pixels, at which remembered records fade."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "reach")
+        if self.critic not in ("network", "records"):
+            raise InvalidSettings(f"critic is '{self.critic}', expected network or records")
 
 
 class Shown(NamedTuple):
@@ -80,17 +103,37 @@ class Shown(NamedTuple):
     codes: Tensor
 
 
+class Critic(Protocol):
+    """What one teacher makes of its records; runs behind the door, for all teachers at once."""
+
+    def start(self, generator: torch.Generator) -> Any:
+        """Return what a teacher knows at first: tensors, public, the same for all."""
+
+    def __call__(
+        self, state: Any, images: Tensor, labels: Tensor, exist: Tensor, shown: Shown
+    ) -> Any:
+        """Return what it knows after a look at some of its records, and at generated images."""
+
+    def wish(self, state: Any, shown: Shown) -> Tensor:
+        """Return how images should change to look more real to it (n, pixels)."""
+
+
 @dataclass(frozen=True)
-class Lesson:
-    """One step of one teacher, on its records and on generated images."""
+class NetworkCritic:
+    """A discriminator that learns to tell its records from generated images."""
 
     teacher: Teacher
     lr: float
 
+    def start(self, generator: torch.Generator) -> tuple[Params, AdamState]:
+        """Draw weights; Adam remembers nothing."""
+        params = self.teacher.init(generator)
+        return params, ADAM.start(params)
+
     def __call__(
         self, state: Any, images: Tensor, labels: Tensor, exist: Tensor, shown: Shown
     ) -> tuple[Params, AdamState]:
-        """Learn to tell the two apart."""
+        """Make one step of Adam."""
 
         def loss(params: Params) -> Tensor:
             real = self.teacher(params, images, labels)
@@ -100,6 +143,47 @@ class Lesson:
         params, moments = state
         lr = torch.full((), self.lr, device=images.device)
         return ADAM.step(params, grad(loss)(params), moments, lr)
+
+    def wish(self, state: Any, shown: Shown) -> Tensor:
+        """Return against its loss's gradient."""
+        return wish(self.teacher, state[0], shown)
+
+
+@dataclass(frozen=True)
+class RecordsCritic:
+    """A teacher without weights: an image should be like those of its records that are near.
+
+    That is a step of mean shift, up the density of the class's records as windows around them
+    estimate it; for a reach that is large, towards their mean.
+    """
+
+    pixels: int
+    records: int
+    """How many it remembers: those it looked at last."""
+    reach: float
+
+    def start(self, _: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Remember nothing."""
+        count = self.records
+        return torch.zeros(count, self.pixels), torch.zeros(count), torch.zeros(count)
+
+    def __call__(
+        self, state: Any, images: Tensor, labels: Tensor, exist: Tensor, shown: Shown
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Remember these instead."""
+        return images.flatten(1), labels.to(images.dtype), exist.to(images.dtype)
+
+    def wish(self, state: Any, shown: Shown) -> Tensor:
+        """Return the way to the mean of remembered records of an image's class, weighted."""
+        remembered, labels, exist = state
+        images = shown.images.flatten(1)
+        lengths = remembered.square().sum(1)  # an image's own changes nothing between records
+        gaps = (lengths - 2 * images @ remembered.T) / self.pixels
+        is_like = (shown.labels[:, None] == labels) & (exist > 0)
+        far = torch.finfo(images.dtype).min
+        weights = torch.where(is_like, -gaps / (2 * self.reach**2), far).softmax(1) * is_like
+        shifted: Tensor = weights @ remembered - weights.sum(1, keepdim=True) * images
+        return shifted
 
 
 def stacked(state: Any, members: int) -> Any:
@@ -129,21 +213,20 @@ class Classroom:
     def __init__(self, method: TaughtGenerator, curator: Curator) -> None:
         config, facts, seed = method.config, method.facts, method.seed
         self.curator, self.config, self.device = curator, config, curator.engine.device
-        self._facts, self._seed, self.teacher = facts, seed, method.teacher
+        self._facts, self._seed, self._critic = facts, seed, method.critic
         # All start alike: what they say then differs by their records alone, and adds up.
-        alike = moved(method.teacher.init(public_generator(seed, "teachers")), self.device)
-        start = stacked((alike, ADAM.start(alike)), config.teachers)
+        alike = method.critic.start(public_generator(seed, "teachers"))
+        alike = pytree.tree_map(lambda leaf: leaf.to(self.device), alike)
+        start = stacked(alike, config.teachers)
         self.members: Ensemble = curator.ensemble(start, members=config.teachers)
-        self._lesson = Lesson(method.teacher, config.teacher_lr)
 
-        network = DeconvGenerator(facts.shape, facts.classes, code=config.code)
+        network = method.network
         self._step = DistanceStep(network, towards, ADAM)
         schedule = Schedule(steps=config.steps, batch=config.batch, lr=config.lr)
         self._fit = GeneratorFit(step=self._step, schedule=schedule, facts=facts, seed=seed)
         params = moved(network.init(public_generator(seed, "network")), self.device)
         self.public: dict[str, Any] = {"generator": self._step.start(params), "average": params}
         """What a run goes on with, beside its teachers: made of releases alone."""
-        self._lr = torch.full((), config.lr, device=self.device)
 
     def shown(self, count: int, *purpose: str | int) -> Shown:
         """Draw images from the generator as it is; `purpose` seeds their codes."""
@@ -163,15 +246,18 @@ class Classroom:
         for step in range(steps):
             window = torch.arange(min(shard, self.config.teacher_batch))
             positions = (window + (at * steps + step) * len(window)) % shard
-            self.members.learn(self._lesson, positions, shown)
+            self.members.learn(self._critic, positions, shown)
 
-    def follow(self, shown: Shown, direction: Tensor) -> None:
+    def follow(self, shown: Shown, direction: Tensor, at: int) -> None:
         """Move the generator so that the images that were shown move along `direction`."""
+        config = self.config
+        falls = 1 - at / config.steps if config.falling else 1.0
+        lr = torch.full((), config.lr * falls, device=self.device)
         known = {"direction": direction.to(shown.images.dtype)}
         state: State = self.curator.engine.run(
-            self._step, self.public["generator"], shown.codes, shown.labels, known, self._lr
+            self._step, self.public["generator"], shown.codes, shown.labels, known, lr
         )
-        average, past = self.public["average"], self.config.average
+        average, past = self.public["average"], config.average
         self.public["generator"] = state
         self.public["average"] = {
             name: torch.lerp(weight, average[name], past) for name, weight in state[0].items()
@@ -205,6 +291,15 @@ class TaughtGenerator(ABC):
         self.config, self.facts, self.seed = config, facts, seed
         self.pixels = math.prod(facts.shape)
         self.teacher = Teacher(facts.shape, facts.classes, config.width, config.hidden, config.norm)
+        self.critic: Critic = NetworkCritic(self.teacher, config.teacher_lr)
+
+    @property
+    def network(self) -> GeneratorNetwork:
+        """What is taught."""
+        shape, classes, code = self.facts.shape, self.facts.classes, self.config.code
+        if self.config.generator == "dense":
+            return DenseGenerator(shape, classes, code=code, hidden=DENSE)
+        return DeconvGenerator(shape, classes, code=code)
 
     @property
     @abstractmethod
@@ -236,3 +331,15 @@ class TaughtGenerator(ABC):
             one_round(shown, at)
             room.checkpoint(at + 1)
         return room.drawn()
+
+
+class WishedGenerator(TaughtGenerator):
+    """A method whose teachers say how images should change."""
+
+    config: WishesConfig
+
+    def __init__(self, config: WishesConfig, facts: PublicFacts, *, seed: int) -> None:
+        super().__init__(config, facts, seed=seed)
+        if config.critic == "records":
+            seen = min(shard_size(facts, config.teachers), config.teacher_batch)
+            self.critic = RecordsCritic(self.pixels, seen, config.reach)

@@ -57,16 +57,15 @@ class Ensemble(Sealed):
                 f"an ensemble of {members} members was asked for, expected 1 to {facts.units}, the "
                 "number of units: each member needs some of its own"
             )
-        per_unit = 1 if records.one_each else check_shards(facts)
         wrong = {leaf.shape[:1] for leaf in pytree.tree_leaves(state)} - {(members,)}
         if wrong:
             raise InvalidSettings(f"a state of {members} members has tensors with {wrong} in front")
         self.members, self._at_once = members, at_once or _fitting(state, members)
         self._engine = engine or Engine()
-        self.shard = facts.units // members * per_unit
+        self.shard = shard_size(facts, members)
         """Places in a shard: a public number. Those of units without a record do not count."""
         slots = shards(facts.units, members)
-        self._places, self._counts = records.places_of(slots, per_unit)
+        self._places, self._counts = records.places_of(slots, check_shards(facts))
         # Copied, for members learn in place, and the method still holds what it gave.
         self._records, self._state = records, pytree.tree_map(torch.clone, state)
 
@@ -124,6 +123,11 @@ class Ensemble(Sealed):
 
     def _parts(self, chosen: Tensor) -> Iterator[Tensor]:
         return (part for part in torch.split(chosen, self._at_once) if len(part))
+
+
+def shard_size(facts: PublicFacts, members: int) -> int:
+    """Return the places in a shard of one of so many members."""
+    return facts.units // members * check_shards(facts)
 
 
 def check_shards(facts: PublicFacts) -> int:
