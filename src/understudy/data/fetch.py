@@ -13,6 +13,7 @@ import fcntl
 import gzip
 import hashlib
 import io
+import lzma
 import os
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ DEBIAN_FOLDER = Path("/usr/share/datasets")
 PACKAGE = "package"
 """Where archives are unpacked, below the workspace; removed after each way."""
 ARCHIVES = (".tgz", ".tar.gz", ".whl")
-UNREADABLE = (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+UNREADABLE = (OSError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 """What readers of archives raise for damaged, encrypted or unusual ones."""
 
 
