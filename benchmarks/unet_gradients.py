@@ -1,6 +1,7 @@
 """Gradients of single records through the U-Net of DPDM: by layer, and record by record (`vmap`).
 
-Both give the same rows. One batch of records, several noisy copies of each, computed at once. Peak
+Both give the same rows; on a GPU each is tried plainly, and as a run does it: compiled and captured
+(`training/engine.py`). One batch of records, several noisy copies of each, computed at once. Peak
 memory is that of a process of its own for each way, beyond what it had before.
 
 Writes docs/results/unet_gradients_{cpu,cuda}.{json,md}.
@@ -25,10 +26,16 @@ from understudy.nets.params import moved, parameter_count
 from understudy.nets.unet import UNet
 from understudy.privacy.gradients import GradientRows
 from understudy.training.diffusion import DenoisingLoss, draws_of
-from understudy.training.engine import choose_device
+from understudy.training.engine import Engine, choose_device
 
-WAYS = {"by layer": True, "vmap": False}
+WAYS = ("by layer", "vmap")
+COMPILED = ", compiled"
 REPEATS = 3
+
+
+def ways() -> list[str]:
+    """Name what is compared here."""
+    return [way + how for how in ("", COMPILED)[: 1 + torch.cuda.is_available()] for way in WAYS]
 
 
 def memory(device: torch.device) -> float:
@@ -48,16 +55,19 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
     images = torch.randint(256, (asked.batch, *network.shape), generator=generator) / 255
     labels = torch.arange(asked.batch) % 10
     rows = GradientRows(
-        DenoisingLoss(Denoiser(network), asked.copies), public=known, by_layer=WAYS[asked.way]
+        DenoisingLoss(Denoiser(network), asked.copies),
+        public=known,
+        by_layer=asked.way.startswith("by layer"),
     )
     images, labels = images.to(device), labels.to(device)
     rows(params | known, images[:2], labels[:2])  # finds the layers
+    engine = Engine(device, compile=asked.way.endswith(COMPILED))
     # On a CPU, what the process itself took: other work on the machine does not count.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     before, seconds = memory(device), []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS + 1):  # the first compiles, if anything does
         started = clock()
-        blocks = rows(params | known, images, labels)
+        blocks = engine.run(rows, params | known, images, labels)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(clock() - started)
@@ -71,23 +81,24 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
 
 def table(found: dict) -> str:
     """Return what was found as a page."""
-    lines = [f"| {way} | {found[way]['seconds']:.2f} | {found[way]['gib']:.2f} |" for way in WAYS]
-    first, second = (found[way] for way in WAYS)
+    plain = found["vmap"]
+    lines = [
+        f"| {way} | {found[way]['seconds']:.3f} | {found[way]['gib']:.2f} | "
+        f"{found[way]['seconds'] / plain['seconds']:.2f} | {found[way]['gib'] / plain['gib']:.2f} |"
+        for way in ways()
+    ]
     return "\n".join(
         [
             "# Gradients of single records through a U-Net",
             "",
             f"Written by `benchmarks/unet_gradients.py`: {found['batch']} records of "
             f"{found['side']} x {found['side']} pixels, {found['copies']} noisy copies of each, "
-            f"width {found['width']} ({first['parameters']:,} parameters), the best of {REPEATS}. "
+            f"width {found['width']} ({plain['parameters']:,} parameters), the best of {REPEATS}. "
             f"{found['device']}, seed 0, commit {found['commit']}.",
             "",
-            "| how | seconds | GiB |",
-            "|---|---|---|",
+            "| how | seconds | GiB | time, of vmap's | memory, of vmap's |",
+            "|---|---|---|---|---|",
             *lines,
-            "",
-            f"By layer takes {first['seconds'] / second['seconds']:.2f} of the time and "
-            f"{first['gib'] / second['gib']:.2f} of the memory.",
             "",
         ]
     )
@@ -101,14 +112,14 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=28 if has_gpu else 14)
     parser.add_argument("--width", type=int, default=32 if has_gpu else 16)
     parser.add_argument("--copies", type=int, default=8 if has_gpu else 2)
-    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--way", choices=ways())
     asked = parser.parse_args()
     if asked.way:
         print(json.dumps(measure(asked)))
         return
     found = {name: getattr(asked, name) for name in ("batch", "side", "width", "copies")}
     found |= {"device": device_name(), "commit": commit()}
-    for way in WAYS:
+    for way in ways():
         call = [sys.executable, *sys.argv, "--way", way]
         done = subprocess.run(call, check=True, capture_output=True, text=True)
         found[way] = json.loads(done.stdout.splitlines()[-1])

@@ -142,7 +142,8 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
     def contact_sheet(self, *, per_class: int = 10) -> bytes:
         """Draw up to `per_class` images of each class, one row per class, as PNG.
 
-        Of a set without labels, some rows of images.
+        They are taken from all over the set: its first images may be of one kind. Of a set without
+        labels, some rows of images.
         """
         side = max(self.images.shape[2:])
         zoom = max(1, math.ceil(SHEET_TILE / side))
@@ -151,7 +152,8 @@ class SyntheticSet(Dataset[tuple[Tensor, int]]):
             groups = list(torch.split(self.images[: per_class**2], per_class))
         rows = []
         for group in groups:
-            of_class = group[:per_class]
+            count = min(per_class, len(group))
+            of_class = group[torch.arange(count) * len(group) // max(1, count)]
             blank = torch.ones(per_class - len(of_class), *self.images.shape[1:])
             rows.append(torch.cat([of_class.cpu(), blank]))
         tiles = torch.stack(rows)  # (classes, per_class, c, h, w)

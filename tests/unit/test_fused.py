@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from understudy.methods.psg import PSG, PSGConfig
-from understudy.nets import convnet, fused
+from understudy.nets import convnet, fused, kernels
 from understudy.privacy.bounded import _BoundedSum
 from understudy.privacy.gradients import GradientRows
 from understudy.privacy.plan import PublicFacts
@@ -24,6 +27,9 @@ from understudy.training.sgd import RecordLoss, SGDStep
 FACTS = PublicFacts(
     units=100, class_names=tuple("0123"), shape=(1, 16, 16), mean=(0.5,), std=(0.5,)
 )
+
+SHARED_MEMORY = 232_448
+"""Bytes that the programs on a multiprocessor of an H100 or H200 share."""
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -119,3 +125,46 @@ def test_kernels_equal_their_plain_twins():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 6
+
+
+class Launches:
+    """Stand in for a kernel; keep what it would be launched with."""
+
+    def __init__(self, kernel):
+        self.kernel, self.kept = kernel, None
+
+    def __getitem__(self, grid):
+        def keep(*args, **options):
+            self.kept = args, options
+
+        return keep
+
+    def compiled(self):
+        """Compile what was launched for an H100 or H200, which takes no GPU."""
+        args, options = self.kept
+        given = dict(zip(self.kernel.arg_names, args, strict=False)) | options
+        kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+        signature = {
+            name: kinds[given[name].dtype] if name.endswith("_ptr") else "constexpr"
+            for name in self.kernel.arg_names
+        }
+        fixed = {
+            (place,): given[name]
+            for place, name in enumerate(self.kernel.arg_names)
+            if signature[name] == "constexpr"
+        }
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=fixed)
+        options = {"num_stages": options["num_stages"]}
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("name", ["pool", "filter_slope", "patch_slope"])
+def test_masked_products_fit_into_a_multiprocessor(name, monkeypatch):
+    """Colour images in float32, as when sets are evaluated; several programs should fit at once."""
+    launches = Launches(getattr(kernels, f"_{name}_kernel"))
+    monkeypatch.setattr(kernels, f"_{name}_kernel", launches)
+    p, a = torch.randn(1, 1024, 32), torch.randn(1, 128, 32)
+    g = torch.randn(1, 256, 128)
+    last = {"pool": (p, a), "filter_slope": (p, g), "patch_slope": (a, g)}[name]
+    getattr(kernels, f"masked_{name}")(p, a, *last)
+    assert launches.compiled().metadata.shared <= SHARED_MEMORY / 4

@@ -110,10 +110,13 @@ def _sizes(patches: Tensor, filters: Tensor, most: int) -> tuple[int, int, int, 
     pooled, count, taps = patches.shape[1] // 4, filters.shape[1], patches.shape[2]
     taps_at_once = max(16, triton.next_power_of_2(taps))
     fits = 16 * most // taps_at_once  # the more taps, the fewer filters there is room for
+    # Nothing is loaded ahead: in float32 that takes more memory than a multiprocessor has, and the
+    # programs that share one wait for memory in turns.
     blocks = {
         "R": ROWS,
         "FB": max(16, min(fits, triton.next_power_of_2(count))),
         "KB": taps_at_once,
+        "num_stages": 1,
     }
     return pooled, count, taps, blocks
 

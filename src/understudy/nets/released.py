@@ -301,6 +301,8 @@ class Classifier:
             made = cls(**{name: _value(about[name]) for name in DESCRIPTION}, params=tensors)
             if not all(map(is_name, made.class_names)):
                 raise ValueError("a class whose name cannot be printed")
+            if min(*made.shape, made.width, len(made.class_names)) < 1:
+                raise ValueError("no pixels, filters or classes")
             _compare("", _sizes(made.network), tensors)
             return made
 

@@ -24,6 +24,8 @@ MOST_ROW_BYTES, FEW = 2**28, 16
 """Memory that they may take where that would be only a few rows."""
 MOST_RECORDS, FEW_RECORDS = 256, 32
 """Records that a function sees at once, at most; and at least, where units have several."""
+MOST_ON_GPU = 2048
+"""The same of embeddings on a GPU, which between small batches waits for the host."""
 
 Rows = list[Tensor]
 """One row per record or unit, in blocks (n, ...): a row is one slice of every block."""
@@ -122,6 +124,10 @@ class Records(Sealed):
         """Where functions of records run."""
         return self._images.device
 
+    @property
+    def _at_once(self) -> int:
+        return MOST_ON_GPU if self.device.type == "cuda" else MOST_RECORDS
+
     def unit_rows(
         self,
         units: Tensor,
@@ -189,8 +195,8 @@ class Records(Sealed):
         """Return the same records as a view shows them; `one_by_one` applies it to several."""
         if len(self._places) and view not in self._views:
             count = len(self._places)
-            parts = torch.split(self._places, MOST_RECORDS)
-            there = [self._filled(part, MOST_RECORDS)[0] for part in parts]
+            parts = torch.split(self._places, self._at_once)
+            there = [self._filled(part, self._at_once)[0] for part in parts]
             self._views[view] = Records(
                 torch.cat([one_by_one(seen(self._images[part])) for part in there])[:count],
                 self._labels[self._places.to(self.device)],
@@ -207,7 +213,7 @@ class Records(Sealed):
 
         For units of one record.
         """
-        at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), MOST_RECORDS))
+        at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), self._at_once))
         for chunk in torch.split(units, at_once):
             places, exist = self._slots(chunk)
             if exist.any():

@@ -43,7 +43,7 @@ OF_RUN = (
 NOT_REQUESTED = ("data", "variant", "stages", "hold_out")
 """What a run's request to a method does not say."""
 
-UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
+UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What a file that is no experiment may lead to."""
 MOST_RUNS = 10_000
 """Lists multiply: a few long ones would plan runs without end."""
