@@ -52,7 +52,7 @@ TINY = {
         "projections": 2,
         "bins": 4,
         "critic": "records",
-        "generator": "dense",
+        "generator": "gallery",
         "falling": True,
     },
     "pate-gan": {**TAUGHT, "student_steps": 2, "generator_steps": 2},

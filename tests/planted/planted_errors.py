@@ -285,6 +285,14 @@ ERRORS = [
         shows="torch.full((7,), 3 * sensitivity",
     ),
     Planted(
+        name="members without a record vote, at the price of one vote",
+        at="privacy.releases.votes:votes",
+        old="exist if is_alone else None",
+        new="None",
+        caught_by=f"{UNIT}/test_ensemble.py::test_without_its_only_unit_a_member_has_no_vote",
+        shows="pytest.approx(0.5, rel=1e-5)",
+    ),
+    Planted(
         name="replaced answers charged as removed ones",
         at="privacy.accounting:_gaussians",
         old="replaces = line.kind in REPLACING",

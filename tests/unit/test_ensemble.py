@@ -185,7 +185,9 @@ def test_compiled_members_learn_and_answer_the_same(monkeypatch):
     one, other = (an_ensemble(some_images(24), at_once=2, engine=e) for e in engines)
     assert torch.allclose(one._state["weight"], other._state["weight"], atol=1e-6)
     public = torch.linspace(0, 1, 64)
-    said, compiled = (torch.cat(list(made.answers(ask, public))) for made in (one, other))
+    said, compiled = (
+        torch.cat([said for said, _ in made.answers(ask, public)]) for made in (one, other)
+    )
     assert torch.allclose(said, compiled, atol=1e-5)
     assert engine.said == []
     assert len(engine._programs) == 2  # one for all chunks and steps, one for all answers
@@ -253,6 +255,39 @@ def test_noise_goes_by_the_sensitivity():
             bound=0.5, is_non_negative=positive,
         )  # fmt: skip
         assert torch.allclose(said, torch.full((7,), 3 * sensitivity, dtype=torch.float64))
+
+
+def shouted(data, facts, **changes):
+    """Return what members say together that each have one unit: most, if they have no record."""
+
+    def look(state, images, labels, counts, public):
+        return state + counts.sum()
+
+    def say(state, public):
+        return torch.where(state > 0, -0.3, 1.0) * torch.ones(4)
+
+    made = Ensemble(records_of(data), facts, torch.zeros(12), members=12, at_once=5)
+    made.learn(look, torch.arange(1))
+    access = access_to(data, sampling_rate=1.0, **changes)
+    return votes(access, made, say, None, dimension=4, bound=0.5)
+
+
+def test_without_its_only_unit_a_member_has_no_vote():
+    """So a missing unit takes one vote away; it does not turn it round."""
+    data = some_images(12)
+    facts = facts_of(data)
+    whole = shouted(data, facts)
+    assert torch.allclose(whole, torch.full((4,), 12 * -0.25, dtype=torch.float64), rtol=1e-5)
+    for gone in range(11):
+        rest = shouted(without(data, gone), facts)
+        assert (whole - rest).norm() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_noise_on_votes_of_single_units_goes_by_one_vote():
+    data = some_images(12)
+    noisy = shouted(data, facts_of(data), noise_multiplier=3.0, noise=1.0)
+    expected = torch.full((4,), 12 * -0.25 + 3 * 0.5, dtype=torch.float64)
+    assert torch.allclose(noisy, expected, rtol=1e-5)
 
 
 def test_each_member_gets_its_own_part():

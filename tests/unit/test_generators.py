@@ -333,7 +333,7 @@ def edited(content, *, without=None, **changes):
         ({"format": 2}, "format 2.*reads 1; use a newer version"),
         ({"format": 0}, "format 0"),
         ({"format": "x"}, "not the file of a generator"),
-        ({"network": "flow"}, "'flow'.*class-norm, conv, .*, diffusion, rehearsed"),
+        ({"network": "flow"}, "'flow'.*class-norm, conv, .*, diffusion, gallery, rehearsed"),
         ({"config": {"shape": [1, 8, 8]}}, "classes"),
         ({"config": {"shape": [1, 8, 8], "classes": 3, "hidden": 21}}, "params/0.bias"),
         ({"config": {"shape": "abc", "classes": 3}}, "not the file of a generator"),

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from door import records_of, some_images, without
 from understudy.errors import InvalidSettings
-from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, scaled
+from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, Vote, scaled
 from understudy.methods.g_pate import BinVote, GPATEConfig
 from understudy.methods.pate_gan import PATEGANConfig, Verdict
 from understudy.methods.teachers import NetworkCritic, RecordsCritic, Shown, stacked, wish
@@ -100,7 +100,7 @@ def test_a_sketch_is_linear_and_finds_the_largest_entries():
 def test_what_teachers_count_is_bounded_by_one_bin_for_each_projection():
     params = TEACHER.init(torch.Generator().manual_seed(0))
     public = shown(), drawn(PIXELS, 6)
-    said = BinVote(CRITIC, 10, 0.0)((params,), public)
+    said = BinVote(CRITIC, 10, 0.0)((params,), public, torch.tensor(0.5))
     assert said.shape == (4, 6, 10)
     assert torch.equal(said.sum(2), torch.ones(4, 6))
     assert said.norm() == pytest.approx(math.sqrt(4 * 6))
@@ -156,34 +156,58 @@ def remembered(images, labels, reach):
     return critic, critic(nothing, images, torch.tensor(labels), exist, shown())
 
 
-def test_what_is_remembered_draws_images_to_the_nearest_of_their_class():
+def pulled(critic, state, seen, turn=0.5):
+    """Return where images would be, were all wishes fulfilled."""
+    wishes = critic.wish(state, seen, torch.tensor(turn))
+    return seen.images.flatten(1) + wishes.told(wishes.ways, len(seen.labels))
+
+
+def test_each_record_pulls_the_nearest_image_of_its_class_all_the_way():
     images = dice(4, *FACTS.shape, seed=1)
-    critic, state = remembered(images, [0, 1, 1, 1], reach=1e-2)
-    near = Shown(images + 0.01, torch.tensor([0, 1, 1, 0]), torch.empty(0))
-    reached = near.images.flatten(1) + critic.wish(state, near)
-    nearest = images.flatten(1)[[0, 1, 2, 0]]  # the last is near one of another class
-    assert torch.allclose(reached, nearest, atol=1e-5)
+    critic, state = remembered(images, [0, 1, 1, 1], reach=1e-3)
+    near = Shown(images[[0, 1, 2, 3]] + 0.01, torch.tensor([0, 1, 1, 0]), torch.empty(0))
+    reached = pulled(critic, state, near)
+    assert torch.allclose(reached[0], images[0].flatten(), atol=1e-5)
+    # Two are of a class, and the fourth record is near one of another: it goes to one of the two.
+    assert torch.equal(reached[3], near.images[3].flatten())
+    ways = critic.wish(state, near, torch.tensor(0.5))
+    assert ways.places[:3].tolist() == [0, 1, 2]
+    assert ways.places[3] in (1, 2)
 
 
-def test_from_afar_they_are_drawn_to_the_mean_and_without_records_nowhere():
-    images = dice(4, *FACTS.shape, seed=1)
-    critic, state = remembered(images, [0, 1, 1, 1], reach=1e3)
-    seen = shown(3)
-    wishes = critic.wish(state, seen)
-    pixels, own = seen.images.flatten(1), images.flatten(1)
-    assert torch.allclose(pixels[1] + wishes[1], own[1:].mean(0), atol=1e-4)
-    assert torch.equal(wishes[2], torch.zeros(PIXELS))  # of a class that it has not
-    unseen = critic.start(torch.Generator())
-    assert torch.equal(critic.wish(unseen, seen), torch.zeros(3, PIXELS))
+def test_from_afar_chance_decides_which_image_is_pulled():
+    images = dice(1, *FACTS.shape, seed=1)
+    critic, state = remembered(images, [1], reach=1e3)
+    seen = Shown(dice(4, *FACTS.shape, seed=2), torch.tensor([1, 0, 1, 1]), torch.empty(0))
+    places = [int(critic.wish(state, seen, torch.tensor(turn)).places) for turn in (0, 0.5, 0.99)]
+    assert places == [0, 2, 3]  # the same for all three of its class, none of another
 
 
-def test_a_record_that_is_not_there_is_not_remembered():
-    images = dice(2, *FACTS.shape, seed=1)
-    critic, state = remembered(images, [0, 0], reach=1e3)
-    of_one = critic(state, images, torch.tensor([0, 0]), torch.tensor([1.0, 0.0]), shown())
-    seen = shown(1)
-    reached = seen.images.flatten(1) + critic.wish(of_one, seen)
-    assert torch.allclose(reached, images.flatten(1)[:1], atol=1e-5)
+def test_without_an_image_of_its_class_or_without_a_record_nothing_is_said():
+    images = dice(1, *FACTS.shape, seed=1)
+    critic, state = remembered(images, [1], reach=0.1)
+    rule = Signs(PIXELS, 5, 0.0, True)
+    others = Shown(dice(3, *FACTS.shape, seed=2), torch.tensor([0, 0, 2]), torch.empty(0))
+    gone = critic(state, images, torch.tensor([1]), torch.zeros(1), others)
+    own = Shown(others.images, torch.tensor([1, 1, 1]), torch.empty(0))
+    turn = torch.tensor([0.3, 0.6])
+    for known, seen in ((state, others), (gone, own), (critic.start(torch.Generator()), own)):
+        said = Vote(critic, rule)(known, (seen, dice(3, PIXELS)), turn)
+        assert torch.equal(said, torch.zeros(3, PIXELS))
+        counted = BinVote(critic, 4, 0.0)(known, (seen, drawn(PIXELS, 6)), turn[0])
+        assert torch.equal(counted, torch.zeros(3, 6, 4))
+
+
+def test_a_record_votes_on_one_image_alone():
+    images = dice(1, *FACTS.shape, seed=1)
+    critic, state = remembered(images, [1], reach=0.1)
+    seen = Shown(dice(4, *FACTS.shape, seed=2), torch.tensor([1, 0, 1, 1]), torch.empty(0))
+    rule = Signs(PIXELS, 5, 0.0, True)
+    said = Vote(critic, rule)(state, (seen, dice(4, PIXELS)), torch.tensor([0.3, 0.6]))
+    assert said.abs().sum(1).sort().values.tolist() == [0, 0, 0, 5]
+    assert said.norm() == pytest.approx(math.sqrt(critic.voices(4)) * rule.bound)
+    counted = BinVote(critic, 4, 0.0)(state, (seen, drawn(PIXELS, 6)), torch.tensor(0.3))
+    assert counted.norm() == pytest.approx(math.sqrt(critic.voices(4) * 6))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +219,7 @@ def test_a_record_that_is_not_there_is_not_remembered():
         (DataLensConfig, {"clip": float("nan")}, "clip is nan"),
         (DataLensConfig, {"teachers": 0}, "teachers is 0"),
         (DataLensConfig, {"critic": "human"}, "expected network or records"),
-        (DataLensConfig, {"generator": "x"}, "expected deconv or dense"),
+        (DataLensConfig, {"generator": "x"}, "expected deconv or gallery"),
         (DataLensConfig, {"reach": 0.0}, "reach is 0"),
         (GPATEConfig, {"bins": 0}, "bins is 0"),
         (GPATEConfig, {"threshold": -0.1}, "threshold is -0.1"),

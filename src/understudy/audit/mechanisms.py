@@ -60,6 +60,8 @@ class Probe:
     """Gets the number of canaries as well."""
     rate: float = 1.0
     has_members: bool = False
+    one_each: bool = False
+    """Whether a member's shard is one unit."""
     takes_turns: bool = False
     """Whether a release shows one canary alone."""
 
@@ -140,7 +142,10 @@ def _ask_histogram(witness: Witness, _: int) -> object:
     return witness.histogram()
 
 
-def _ask_votes(witness: Witness, count: int, *, is_non_negative: bool = False) -> object:
+def _ask_votes(
+    witness: Witness, count: int, *, is_non_negative: bool = False, one_more: bool = False
+) -> object:
+    count += one_more
     members = witness.ensemble(torch.zeros(count), members=count)
     return witness.votes(
         members, lambda state, public: state[None], dimension=1, bound=0.5,
@@ -166,6 +171,9 @@ PROBES = {
     "votes": Probe("votes", _ask_votes, has_members=True),
     "votes, non-negative": Probe(
         "votes", partial(_ask_votes, is_non_negative=True), has_members=True
+    ),
+    "votes, one unit each": Probe(
+        "votes", partial(_ask_votes, one_more=True), has_members=True, one_each=True
     ),
     "sample_gradient": Probe("sample_gradient", _ask_sample_gradient, has_members=True),
     "sample_gradient, sampled": Probe(
@@ -193,11 +201,12 @@ def audit_release(
         raise InvalidSettings(f"there is no release '{name}', expected {', '.join(PROBES)}")
     started, probe, delta = time.perf_counter(), PROBES[name], DELTA
     budget, plan, count = probe.budget(), probe.plan(probe.releases), probe.at_once
-    members = count if probe.has_members else 0
+    members = count + probe.one_each if probe.has_members else 0
+    bystanders = _bystanders(0 if probe.one_each else members)
     has_unit, alarms = [], []
     for turn in range(-(-2 * repetitions // (count * (TURNS if probe.takes_turns else 1)))):
         canaries = Canaries.toss(count, seed=seed + turn)
-        stage = Stage(_bystanders(members), canaries, members, randomness=randomness)
+        stage = Stage(bystanders, canaries, members, randomness=randomness)
         with stage.opened(plan, budget) as witness:
             probe.ask(witness, count)
             noise, observed = witness.calibration.noise_multiplier, witness.seen

@@ -66,17 +66,21 @@ class Stage:
     @cached_property
     def slots(self) -> NDArray[np.int64]:
         """The canaries' slots: of an ensemble's members one each, otherwise the first ones."""
+        return np.arange(self.canaries.count) if not self.members else self._held[1]
+
+    @cached_property
+    def _held(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The members that hold a canary each, and the slot they hold it in: never the last."""
         total, count = len(self.base.labels) + self.canaries.count, self.canaries.count
-        if not self.members:
-            return np.arange(count)
-        held = shards(total, self.members).numpy()
-        if len(held) < count or held.shape[1] < 2:
+        slots = shards(total, self.members).numpy()
+        free = np.sort(np.where(slots == total - 1, total, slots), axis=1)[:, 0]
+        members = np.flatnonzero(free < total)[:count]
+        if len(members) < count:
             raise InvalidSettings(
-                f"{count} canaries for {self.members} members of {held.shape[1]} units each, "
-                "expected no more canaries than members, and two units each"
+                f"{count} canaries for {self.members} members of {slots.shape[1]} units each, "
+                "expected one member for each canary, and a unit that is always there"
             )
-        first, second = held[:count, 0], held[:count, 1]
-        return np.where(first == total - 1, second, first)
+        return members, free[members]
 
     @contextlib.contextmanager
     def opened(
@@ -90,7 +94,7 @@ class Stage:
             knows_others: whether the witness may subtract what the other records contribute.
         """
         roomy = with_room(plan, self.canaries.count, int(np.prod(self.facts.shape)))
-        holders = np.arange(self.canaries.count) if self.members else None
+        holders = self._held[0] if self.members else None
         without_noise = Budget(epsilon=math.inf, delta=budget.delta)
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-")))

@@ -210,9 +210,7 @@ class Witness:
             self._see(release, (answer - known)[: self._count])
         return answer
 
-    def ensemble(
-        self, state: Any, *, members: int, at_once: int | None = None
-    ) -> WitnessedEnsemble:
+    def ensemble(self, state: Any, *, members: int, answer: int = 0) -> WitnessedEnsemble:
         """Pass on; members that hold a canary's slot find out whether it is in."""
         device = self.curator.engine.device
         numbers = torch.full((members,), -1, device=device)
@@ -222,7 +220,7 @@ class Witness:
             )
         whole = {"own": state, "number": numbers, "seen": torch.zeros(members, device=device)}
         made = WitnessedEnsemble(
-            self.curator.ensemble(whole, members=members, at_once=at_once), self._count
+            self.curator.ensemble(whole, members=members, answer=answer), self._count
         )
         made.look()
         return made
@@ -249,7 +247,10 @@ class Witness:
         answer, marks = said[:dimension], said[dimension:]
         if is_non_negative:
             marks = marks[: self._count] - marks[self._count :]
-        self._see(release, marks / (2 * bound), means=REPLACED)
+        if ensemble.real.units_each == 1:  # without its unit, a member has no vote
+            self._see(release, marks / bound)
+        else:
+            self._see(release, marks / (2 * bound), means=REPLACED)
         return answer
 
     def sample_gradient(

@@ -13,6 +13,7 @@ import tomllib
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.config import Toml
@@ -59,6 +60,8 @@ INTERRUPTED = {
 }
 """How to go on where a command was stopped at once; others have written nothing."""
 WITH_METHOD_SETTINGS = ("generate", "train-classifier", "plan", "continual")
+MOST_NESTED = 8
+"""Tables within tables of a configuration file: more than any setting needs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -111,6 +114,11 @@ def build_app(tokens: Sequence[str]) -> App:
     config = _option(tokens, "--config")
     if config and not os.path.isfile(config):
         raise InvalidSettings(f"there is no configuration file {config}; check the path")
+    tables = [_configured(config)] if config else []
+    for _ in range(MOST_NESTED):
+        tables = [t for table in tables for t in table.values() if isinstance(t, dict)]
+    if tables:
+        raise InvalidSettings(f"{config} nests tables too deeply; expected settings by name")
     app = App(
         name="understudy",
         help=HELP,
@@ -147,10 +155,15 @@ def _method(tokens: Sequence[str]) -> str | None:
     named: object = _option(tokens, "--method")
     config = _option(tokens, "--config")
     if named is None and config is not None:
-        # What is wrong with the file, the parser says.
-        with contextlib.suppress(OSError, ValueError, RecursionError), open(config, "rb") as file:
-            named = tomllib.load(file).get("method")
+        named = _configured(config).get("method")
     return named if isinstance(named, str) else None
+
+
+def _configured(config: str) -> dict[str, Any]:
+    """Return what a configuration file says; nothing, if it is not one: the parser says why."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(config, "rb") as file:
+        return tomllib.load(file)
+    return {}
 
 
 def _report(tokens: Sequence[str], error: Exception, exit_code: int | None = None) -> int:

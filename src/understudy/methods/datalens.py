@@ -73,13 +73,14 @@ def _fashion(_: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str,
     return {"threshold": 0.9, "steps": 149}
 
 
-def _best(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
-    """Return teachers that remember their records, and one image of each class per round."""
+def _best(facts: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a teacher for each unit, who pulls one of the pictures of its class to its record."""
+    pictures = 20 if epsilon >= 5 else 10
     return {
-        "teachers": max(1, facts.units // 15), "critic": "records", "teacher_steps": 1,
-        "first_steps": 1, "steps": 60, "batch": facts.classes, "generator": "dense", "lr": 1e-2,
-        "falling": True, "average": 0.8, "top": max(1, 3 * math.prod(facts.shape) // 8),
-        "clip": 0.0, "threshold": 0.0,
+        "teachers": facts.units, "critic": "records", "teacher_steps": 1, "first_steps": 1,
+        "steps": 20, "batch": pictures * facts.classes, "generator": "gallery", "code": pictures,
+        "lr": 0.5, "falling": True, "top": max(1, 3 * math.prod(facts.shape) // 8), "clip": 0.0,
+        "threshold": 0.0,
     }  # fmt: skip
 
 
@@ -253,7 +254,9 @@ class Vote:
     def __call__(self, state: Any, public: tuple[Shown, Tensor], turn: Tensor) -> Tensor:
         """Return its compressed gradient. Dice are everyone's, turned by a number of its own."""
         shown, dice = public
-        return self.compression(self.critic.wish(state, shown), (dice + turn) % 1)
+        wishes = self.critic.wish(state, shown, turn[0])
+        said = self.compression(wishes.ways, (wishes.of(dice) + turn[1]) % 1)
+        return wishes.told(said, len(dice))
 
 
 class DataLens(WishedGenerator):
@@ -302,14 +305,14 @@ class DataLens(WishedGenerator):
         config, compression = self.config, self._compression
         generator = public_generator(self.seed, "dice", at)
         dice = torch.rand(config.batch, self.pixels, generator=generator).to(room.device)
-        turns = torch.rand(config.teachers, generator=generator).to(room.device)
+        turns = torch.rand(config.teachers, 2, generator=generator).to(room.device)
         said = room.curator.votes(
             room.members,
             Vote(self.critic, compression),
             (shown, dice),
             turns,
             dimension=self.dimension,
-            bound=math.sqrt(config.batch) * compression.bound,
+            bound=math.sqrt(self.critic.voices(config.batch)) * compression.bound,
         )
         threshold = config.threshold * config.teachers
         room.follow(shown, compression.direction(said.view(config.batch, -1), threshold), at)

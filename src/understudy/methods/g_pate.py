@@ -88,11 +88,12 @@ class BinVote:
     bins: int
     clip: float
 
-    def __call__(self, state: Any, public: tuple[Shown, Tensor]) -> Tensor:
+    def __call__(self, state: Any, public: tuple[Shown, Tensor], turn: Tensor) -> Tensor:
         """Return a one in each bin that was hit (n, projections, bins)."""
         shown, projection = public
-        wishes = self.critic.wish(state, shown) @ projection
-        return in_bins(scaled(wishes, self.clip), self.bins)
+        wishes = self.critic.wish(state, shown, turn)
+        said = in_bins(scaled(wishes.ways @ projection, self.clip), self.bins)
+        return wishes.told(said, len(shown.labels))
 
 
 class GPATE(WishedGenerator):
@@ -120,12 +121,15 @@ class GPATE(WishedGenerator):
         shape = (self.pixels, config.projections)
         drawn = torch.randn(shape, generator=public_generator(self.seed, "projection", at))
         projection = (drawn / math.sqrt(config.projections)).to(room.device)
+        generator = public_generator(self.seed, "turns", at)
+        turns = torch.rand(config.teachers, generator=generator).to(room.device)
         counts = room.curator.votes(
             room.members,
             BinVote(self.critic, config.bins, config.clip),
             (shown, projection),
+            turns,
             dimension=self.dimension,
-            bound=math.sqrt(config.batch * config.projections),
+            bound=math.sqrt(self.critic.voices(config.batch) * config.projections),
             is_non_negative=True,
         )
         least = config.threshold * config.teachers

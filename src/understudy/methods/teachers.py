@@ -28,7 +28,8 @@ from understudy.methods.fitting import (
 )
 from understudy.methods.method import check_at_least_one, check_positive, setting, small_or_paper
 from understudy.nets.critics import Teacher, logit_loss
-from understudy.nets.generators import DeconvGenerator, DenseGenerator, GeneratorNetwork
+from understudy.nets.gallery import GalleryGenerator
+from understudy.nets.generators import DeconvGenerator, GeneratorNetwork
 from understudy.nets.params import Params, moved
 from understudy.privacy.curator import Curator
 from understudy.privacy.ensemble import Ensemble, shard_size
@@ -40,8 +41,6 @@ from understudy.synthetic import SyntheticSet
 from understudy.training.adam import Adam, AdamState
 
 ADAM = Adam(betas=(0.5, 0.999))
-DENSE = (200, 200)
-"""Hidden layers of the dense generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,10 @@ class TeachersConfig:
     teacher_lr: float = setting(1e-3, "Learning rate of the teachers.")
     lr: float = setting(1e-3, "Learning rate of the generator.")
     falling: bool = setting(False, "Let the generator's learning rate fall to zero.")
-    generator: str = setting("deconv", "Generator: deconv or dense.")
-    code: int = setting(5, "Length of the generator's random code.")
+    generator: str = setting("deconv", "Generator: deconv or gallery.")
+    code: int = setting(
+        5, "Length of the generator's random code; of a gallery, pictures of each class."
+    )
     width: int = setting(32, "Channels of a teacher's second convolution.")
     hidden: int = setting(256, "Width of a teacher's hidden layer.")
     norm: bool = setting(False, "Normalise batches inside teachers.")
@@ -73,8 +74,8 @@ class TeachersConfig:
         check_positive(self, "lr", "teacher_lr")
         if not 0 <= self.average < 1:
             raise InvalidSettings(f"average is {self.average:g}, expected 0 to below 1")
-        if self.generator not in ("deconv", "dense"):
-            raise InvalidSettings(f"generator is '{self.generator}', expected deconv or dense")
+        if self.generator not in ("deconv", "gallery"):
+            raise InvalidSettings(f"generator is '{self.generator}', expected deconv or gallery")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class WishesConfig(TeachersConfig):
         "network", "What a teacher judges by: a network, or the records that it remembers."
     )
     reach: float = setting(
-        0.1, "Distance, by root mean square of pixels, at which remembered records fade."
+        0.05, "How much nearer than others an image is to a record that pulls it, mostly."
     )
 
     def __post_init__(self) -> None:
@@ -103,6 +104,28 @@ class Shown(NamedTuple):
     codes: Tensor
 
 
+class Wishes(NamedTuple):
+    """How some of the images should change, as one teacher sees it."""
+
+    ways: Tensor
+    """(wishes, pixels); zeros where there is no wish after all."""
+    places: Tensor | None = None
+    """Which image each is for (wishes,); None: for each in turn."""
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return what belongs to the images that wishes are for, out of (n, ...)."""
+        return values if self.places is None else values[self.places]
+
+    def told(self, said: Tensor, images: int) -> Tensor:
+        """Put what is said of wishes (wishes, ...) to their images; without a wish, nothing."""
+        is_wish = (self.ways != 0).any(1)
+        said = said * is_wish.view(-1, *[1] * (said.ndim - 1))
+        if self.places is None:
+            return said
+        is_for = self.places == torch.arange(images, device=said.device)[:, None]
+        return torch.where(is_for.view(images, -1, *[1] * (said.ndim - 1)), said, 0).sum(1)
+
+
 class Critic(Protocol):
     """What one teacher makes of its records; runs behind the door, for all teachers at once."""
 
@@ -114,8 +137,17 @@ class Critic(Protocol):
     ) -> Any:
         """Return what it knows after a look at some of its records, and at generated images."""
 
-    def wish(self, state: Any, shown: Shown) -> Tensor:
-        """Return how images should change to look more real to it (n, pixels)."""
+    def wish(self, state: Any, shown: Shown, turn: Tensor) -> Wishes:
+        """Return how images should change to look more real to it.
+
+        Args:
+            state: what it knows.
+            shown: the images.
+            turn: a public number in [0, 1), (), of its own.
+        """
+
+    def voices(self, images: int) -> int:
+        """Return how many wishes it has, of so many images."""
 
 
 @dataclass(frozen=True)
@@ -144,23 +176,28 @@ class NetworkCritic:
         lr = torch.full((), self.lr, device=images.device)
         return ADAM.step(params, grad(loss)(params), moments, lr)
 
-    def wish(self, state: Any, shown: Shown) -> Tensor:
+    def wish(self, state: Any, shown: Shown, turn: Tensor) -> Wishes:
         """Return against its loss's gradient."""
-        return wish(self.teacher, state[0], shown)
+        return Wishes(wish(self.teacher, state[0], shown))
+
+    def voices(self, images: int) -> int:
+        """Return one for each image."""
+        return images
 
 
 @dataclass(frozen=True)
 class RecordsCritic:
-    """A teacher without weights: an image should be like those of its records that are near.
+    """A teacher without weights: each of its records pulls one image of its class to itself.
 
-    That is a step of mean shift, up the density of the class's records as windows around them
-    estimate it; for a reach that is large, towards their mean.
+    Which one is drawn by a public number, mostly the nearest. So images part: each becomes the mean
+    of the records that it is nearest to, as in k-means.
     """
 
     pixels: int
     records: int
     """How many it remembers: those it looked at last."""
     reach: float
+    """By root mean square of pixels."""
 
     def start(self, _: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Remember nothing."""
@@ -173,17 +210,22 @@ class RecordsCritic:
         """Remember these instead."""
         return images.flatten(1), labels.to(images.dtype), exist.to(images.dtype)
 
-    def wish(self, state: Any, shown: Shown) -> Tensor:
-        """Return the way to the mean of remembered records of an image's class, weighted."""
+    def wish(self, state: Any, shown: Shown, turn: Tensor) -> Wishes:
+        """Return the way from an image to each record that is there, if any is of its class."""
         remembered, labels, exist = state
         images = shown.images.flatten(1)
-        lengths = remembered.square().sum(1)  # an image's own changes nothing between records
-        gaps = (lengths - 2 * images @ remembered.T) / self.pixels
-        is_like = (shown.labels[:, None] == labels) & (exist > 0)
+        lengths = images.square().sum(1)  # a record's own changes nothing between images
+        gaps = (lengths - 2 * remembered @ images.T) / self.pixels
+        is_like = (shown.labels == labels[:, None]) & (exist[:, None] > 0)
         far = torch.finfo(images.dtype).min
-        weights = torch.where(is_like, -gaps / (2 * self.reach**2), far).softmax(1) * is_like
-        shifted: Tensor = weights @ remembered - weights.sum(1, keepdim=True) * images
-        return shifted
+        shares = torch.where(is_like, -gaps / (2 * self.reach**2), far).softmax(1)
+        place = (shares.cumsum(1) <= turn).sum(1).clamp(max=len(images) - 1)
+        is_there = is_like.gather(1, place[:, None])
+        return Wishes(torch.where(is_there, remembered - images[place], 0), place)
+
+    def voices(self, images: int) -> int:
+        """Return one for each record."""
+        return self.records
 
 
 def stacked(state: Any, members: int) -> Any:
@@ -218,7 +260,9 @@ class Classroom:
         alike = method.critic.start(public_generator(seed, "teachers"))
         alike = pytree.tree_map(lambda leaf: leaf.to(self.device), alike)
         start = stacked(alike, config.teachers)
-        self.members: Ensemble = curator.ensemble(start, members=config.teachers)
+        self.members: Ensemble = curator.ensemble(
+            start, members=config.teachers, answer=method.dimension
+        )
 
         network = method.network
         self._step = DistanceStep(network, towards, ADAM)
@@ -231,7 +275,7 @@ class Classroom:
     def shown(self, count: int, *purpose: str | int) -> Shown:
         """Draw images from the generator as it is; `purpose` seeds their codes."""
         generator = public_generator(self._seed, *purpose)
-        codes = self._step.network.codes(count, generator).to(self.device)
+        codes = self._step.network.codes_to_show(count, generator).to(self.device)
         start = torch.randint(self._facts.classes, (1,), generator=generator)
         labels = ((start + torch.arange(count)) % self._facts.classes).to(self.device)
         with torch.no_grad():
@@ -297,8 +341,8 @@ class TaughtGenerator(ABC):
     def network(self) -> GeneratorNetwork:
         """What is taught."""
         shape, classes, code = self.facts.shape, self.facts.classes, self.config.code
-        if self.config.generator == "dense":
-            return DenseGenerator(shape, classes, code=code, hidden=DENSE)
+        if self.config.generator == "gallery":
+            return GalleryGenerator(shape, classes, code=code)
         return DeconvGenerator(shape, classes, code=code)
 
     @property

@@ -58,6 +58,10 @@ class GeneratorNetwork(ABC):
         """Draw codes (count, code)."""
         return torch.randn((count, self.code), generator=generator, device=generator.device)
 
+    def codes_to_show(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw codes of images that are to be judged; their labels go round the classes."""
+        return self.codes(count, generator)
+
     def __call__(
         self,
         params: Params,

@@ -24,6 +24,7 @@ from understudy.errors import InvalidData, InvalidSettings
 from understudy.files import parse_json, read_whole
 from understudy.nets.classifiers import NETWORKS, ModuleNetwork, classifier
 from understudy.nets.diffusion import DiffusionGenerator
+from understudy.nets.gallery import GalleryGenerator
 from understudy.nets.generators import GENERATORS, GeneratorNetwork
 from understudy.nets.modules import Shape, skeleton
 from understudy.nets.params import Network, Params, parameter_count, per_channel
@@ -44,6 +45,7 @@ Released = TypeVar("Released")
 DRAWING: dict[str, type[GeneratorNetwork]] = {
     **GENERATORS,
     "diffusion": DiffusionGenerator,
+    "gallery": GalleryGenerator,
     "rehearsed": RehearsedGenerator,
 }
 """Name -> network that images can be drawn from; the names stand in files."""

@@ -183,7 +183,7 @@ class Curator(Sealed):
 
         return embedding.split(self._answer(release, answer), classes)
 
-    def ensemble(self, state: MemberState, *, members: int, at_once: int | None = None) -> Ensemble:
+    def ensemble(self, state: MemberState, *, members: int, answer: int = 0) -> Ensemble:
         """Make an ensemble whose members each hold a disjoint shard of the units.
 
         What members learn is kept only if the run was told to keep it: otherwise one that asked
@@ -192,10 +192,10 @@ class Curator(Sealed):
         Args:
             state: what the members start as, public: tensors, nested, with the members in front.
             members: how many.
-            at_once: how many of them to work on at a time; by default as many as fit.
+            answer: values of what each will be asked for: so that there is room for it.
         """
         made = Ensemble(
-            self._records, self.facts, state, members=members, at_once=at_once, engine=self._engine
+            self._records, self.facts, state, members=members, answer=answer, engine=self._engine
         )
         if self._has_voted_before and not self.is_exhausted:  # or nobody will be asked any more
             tensors = self._blocks.checkpoint.tensors if self._blocks.checkpoint else {}

@@ -40,6 +40,7 @@ class Ensemble(Sealed):
 
     __slots__ = (
         "_at_once", "_counts", "_engine", "_places", "_records", "_state", "members", "shard",
+        "units_each",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +51,7 @@ class Ensemble(Sealed):
         *,
         members: int,
         at_once: int | None = None,
+        answer: int = 0,
         engine: Engine | None = None,
     ) -> None:
         if not 1 <= members <= facts.units:
@@ -60,11 +62,13 @@ class Ensemble(Sealed):
         wrong = {leaf.shape[:1] for leaf in pytree.tree_leaves(state)} - {(members,)}
         if wrong:
             raise InvalidSettings(f"a state of {members} members has tensors with {wrong} in front")
-        self.members, self._at_once = members, at_once or _fitting(state, members)
+        self.members, self._at_once = members, at_once or _fitting(state, members, answer)
         self._engine = engine or Engine()
         self.shard = shard_size(facts, members)
         """Places in a shard: a public number. Those of units without a record do not count."""
         slots = shards(facts.units, members)
+        self.units_each = slots.shape[1]
+        """Units in a shard, their slots empty or not: a public number."""
         self._places, self._counts = records.places_of(slots, check_shards(facts))
         # Copied, for members learn in place, and the method still holds what it gave.
         self._records, self._state = records, pytree.tree_map(torch.clone, state)
@@ -90,8 +94,8 @@ class Ensemble(Sealed):
         own: Any = None,
         *,
         chosen: Tensor | None = None,
-    ) -> Iterator[Tensor]:
-        """Yield what members answer, chunk by chunk. Only releases may call it.
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what members answer, and which of them have a record. Only releases may call it.
 
         Args:
             ask: maps a member's state, what is public, and its part of `own`, to its answer.
@@ -105,7 +109,8 @@ class Ensemble(Sealed):
         run = self._engine.run if chosen is None else _plainly
         for chunk in chunks:
             its_own = () if own is None else (_of(own, chunk),)
-            yield run(apply, _of(self._state, chunk), public, *its_own)
+            said = run(apply, _of(self._state, chunk), public, *its_own)
+            yield said, self._counts[_on_host(chunk)].any(1).to(said.device)
 
     def kept(self) -> dict[str, Tensor]:
         """Return what members know, for a checkpoint that stays private. Only for the curator."""
@@ -152,10 +157,13 @@ def shards(units: int, members: int) -> Tensor:
     return order[: units // members * members].view(members, -1)
 
 
-def _fitting(state: State, members: int) -> int:
-    """Return how many members to work on at a time: as many as a cache, or a GPU, has room for."""
+def _fitting(state: State, members: int, answer: int) -> int:
+    """Return how many members to work on at a time: as many as a cache, or a GPU, has room for.
+
+    `answer`: values of what a member is asked for.
+    """
     leaves = pytree.tree_leaves(state)
-    each: int = sum(leaf[0].nbytes for leaf in leaves)
+    each: int = sum(leaf[0].nbytes for leaf in leaves) + 4 * answer
     room: int = max((ROOM[leaf.device.type] for leaf in leaves), default=members)
     most = max(1, min(members, room // max(1, each)))
     equal = max(size for size in range(1, most + 1) if members % size == 0)
@@ -164,6 +172,10 @@ def _fitting(state: State, members: int) -> int:
 
 def _plainly(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return function(*args)
+
+
+def _on_host(chunk: slice | Tensor) -> slice | Tensor:
+    return chunk if isinstance(chunk, slice) else chunk.cpu()
 
 
 def _of(tree: Any, chunk: slice | Tensor) -> Any:

@@ -31,10 +31,12 @@ def votes(
     Privacy:
         Reads: the state of every member, which depends on the records of its own shard.
         Bound: a member's vote is scaled to an L2 norm of at most `bound` (negatives clamped to zero
-            where non-negativity is declared).
+            where non-negativity is declared). Where a shard is one unit, a member whose unit has
+            no record has no vote: it counts as zero, whatever it says.
         Sensitivity: emptying a unit's slot changes the state of one member, whose vote may become
             any other: 2 * bound, or sqrt(2) * bound where votes are non-negative, for then
-            |u - v|^2 = |u|^2 + |v|^2 - 2 <u, v> <= 2 * bound^2.
+            |u - v|^2 = |u|^2 + |v|^2 - 2 <u, v> <= 2 * bound^2. Where a shard is one unit, the
+            vote becomes zero: bound. Which of these holds follows from numbers that are public.
         Dominating pair: N(0, z^2) against N(1, z^2).
         Charges: one Gaussian. Members are always all asked, so there is no amplification.
     Edge cases:
@@ -47,16 +49,18 @@ def votes(
             f"votes are planned at rate {access.sampling_rate:g}, but all members are asked; plan "
             "them at rate 1"
         )
-    sensitivity = (math.sqrt(2) if is_non_negative else 2) * bound
+    is_alone = ensemble.units_each == 1
+    sensitivity = bound if is_alone else (math.sqrt(2) if is_non_negative else 2) * bound
     noise = access.randomness.normal(dimension)
     total = torch.zeros(dimension, dtype=torch.float64, device=noise.device)
     with torch.no_grad():
-        for said in ensemble.answers(ask, public, own):
+        for said, exist in ensemble.answers(ask, public, own):
             rows = said.flatten(1)
             if rows.shape[1] != dimension:
                 raise PlanViolation(
                     f"members vote with {rows.shape[1]} coordinates, expected {dimension}"
                 )
-            total += clipped_sum([rows.clamp(min=0) if is_non_negative else rows], bound)
+            rows = rows.clamp(min=0) if is_non_negative else rows
+            total += clipped_sum([rows], bound, exist if is_alone else None)
     noise_std = access.noise_multiplier * sensitivity
     return snapped(total + noise_std * noise, noise_std)
