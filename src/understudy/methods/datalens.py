@@ -75,7 +75,7 @@ def _fashion(_: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str,
 
 def _best(facts: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, Any]:
     """Return a teacher for each unit, who pulls one of the pictures of its class to its record."""
-    pictures = 20 if epsilon >= 5 else 10
+    pictures = 20 if epsilon >= 5 else 5
     return {
         "teachers": facts.units, "critic": "records", "teacher_steps": 1, "first_steps": 1,
         "steps": 20, "batch": pictures * facts.classes, "generator": "gallery", "code": pictures,
