@@ -22,7 +22,14 @@ from torch import Tensor
 
 from understudy.errors import InvalidSettings
 from understudy.methods.method import Preset, setting
-from understudy.methods.teachers import Classroom, Critic, Shown, WishedGenerator, WishesConfig
+from understudy.methods.teachers import (
+    Classroom,
+    Critic,
+    Shown,
+    WishedGenerator,
+    WishesConfig,
+    remembering,
+)
 from understudy.privacy.plan import PublicFacts
 from understudy.seeds import public_generator
 
@@ -74,14 +81,9 @@ def _fashion(_: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str,
 
 
 def _best(facts: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a teacher for each unit, who pulls one of the pictures of its class to its record."""
-    pictures = 20 if epsilon >= 5 else 5
-    return {
-        "teachers": facts.units, "critic": "records", "teacher_steps": 1, "first_steps": 1,
-        "steps": 20, "batch": pictures * facts.classes, "generator": "gallery", "code": pictures,
-        "lr": 0.5, "falling": True, "top": max(1, 3 * math.prod(facts.shape) // 8), "clip": 0.0,
-        "threshold": 0.0,
-    }  # fmt: skip
+    top = max(1, 3 * math.prod(facts.shape) // 8)
+    settings = remembering(facts, pictures=20 if epsilon >= 5 else 5)
+    return settings | {"steps": 20, "lr": 0.5, "top": top}
 
 
 def _small(facts: PublicFacts, epsilon: float, _: Mapping[str, Any]) -> dict[str, Any]:

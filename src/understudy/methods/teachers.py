@@ -96,6 +96,20 @@ class WishesConfig(TeachersConfig):
             raise InvalidSettings(f"critic is '{self.critic}', expected network or records")
 
 
+def remembering(facts: PublicFacts, pictures: int) -> dict[str, Any]:
+    """Return settings of a teacher for each unit, who pulls a picture of its class to its record.
+
+    Args:
+        facts: of the set.
+        pictures: of each class.
+    """
+    return {
+        "teachers": facts.units, "critic": "records", "teacher_steps": 1, "first_steps": 1,
+        "batch": pictures * facts.classes, "generator": "gallery", "code": pictures,
+        "falling": True, "clip": 0.0, "threshold": 0.0,
+    }  # fmt: skip
+
+
 class Shown(NamedTuple):
     """What the generator shows in a round: public, and the same to all teachers."""
 
