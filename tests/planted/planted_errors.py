@@ -287,8 +287,8 @@ ERRORS = [
     Planted(
         name="members without a record vote, at the price of one vote",
         at="privacy.releases.votes:votes",
-        old="exist if is_alone else None",
-        new="None",
+        old="if_any_record=is_alone",
+        new="if_any_record=False",
         caught_by=f"{UNIT}/test_ensemble.py::test_without_its_only_unit_a_member_has_no_vote",
         shows="pytest.approx(0.5, rel=1e-5)",
     ),

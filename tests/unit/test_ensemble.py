@@ -179,15 +179,20 @@ def test_the_size_of_a_chunk_changes_nothing():
     assert torch.allclose(one._state["weight"], other._state["weight"], atol=1e-6)
 
 
+@pytest.mark.parametrize(("answer", "at_once"), [(0, 24), (2**22, 3), (2**30, 1)])
+def test_there_is_room_for_what_members_are_asked_for(answer, at_once):
+    facts = facts_of(some_images(24))
+    made = Ensemble(records_of(some_images(24)), facts, torch.zeros(24), members=24, answer=answer)
+    assert made._at_once == at_once
+
+
 def test_compiled_members_learn_and_answer_the_same(monkeypatch):
     engine = static_engine(monkeypatch)
     engines = Engine(compile=False), engine
     one, other = (an_ensemble(some_images(24), at_once=2, engine=e) for e in engines)
     assert torch.allclose(one._state["weight"], other._state["weight"], atol=1e-6)
     public = torch.linspace(0, 1, 64)
-    said, compiled = (
-        torch.cat([said for said, _ in made.answers(ask, public)]) for made in (one, other)
-    )
+    said, compiled = (torch.cat(list(made.answers(ask, public))) for made in (one, other))
     assert torch.allclose(said, compiled, atol=1e-5)
     assert engine.said == []
     assert len(engine._programs) == 2  # one for all chunks and steps, one for all answers

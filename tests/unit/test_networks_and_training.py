@@ -187,6 +187,14 @@ def test_a_set_survives_its_file_and_its_picture(tmp_path, channels):
     assert corner == pytest.approx(float(shade), abs=0.01)
 
 
+def test_a_picture_shows_images_from_all_over_a_set():
+    shades = torch.arange(9) / 8
+    made = SyntheticSet(shades.view(9, 1, 1, 1).expand(9, 1, 8, 8), torch.zeros(9).long(), ("cat",))
+    picture = np.asarray(Image.open(io.BytesIO(made.contact_sheet(per_class=3))))
+    seen = picture.reshape(60, 3, 60)[30, :, 30] / 255
+    assert seen.tolist() == pytest.approx([0, 3 / 8, 6 / 8], abs=0.01)
+
+
 def test_a_set_without_labels_has_its_picture_too():
     made = SyntheticSet(torch.zeros(7, 1, 8, 8), torch.full((7,), -1), ("cat", "dog"))
     picture = np.asarray(Image.open(io.BytesIO(made.contact_sheet(per_class=3))))

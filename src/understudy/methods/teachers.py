@@ -86,7 +86,7 @@ class WishesConfig(TeachersConfig):
         "network", "What a teacher judges by: a network, or the records that it remembers."
     )
     reach: float = setting(
-        0.05, "How much nearer than others an image is to a record that pulls it, mostly."
+        0.05, "How much nearer, by root mean square, the image is that a record mostly pulls."
     )
 
     def __post_init__(self) -> None:

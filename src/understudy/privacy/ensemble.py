@@ -94,14 +94,17 @@ class Ensemble(Sealed):
         own: Any = None,
         *,
         chosen: Tensor | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what members answer, and which of them have a record. Only releases may call it.
+        if_any_record: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yield what members answer, chunk by chunk. Only releases may call it.
 
         Args:
             ask: maps a member's state, what is public, and its part of `own`, to its answer.
             public: the same for all members.
             own: public too, another for each: tensors with the members in front.
             chosen: which members to ask, by number; all by default.
+            if_any_record: whether zeros stand for the answer of a member without a record; where
+                all are asked.
         """
         apply = OneByOne(ask, in_dims=(0, None) if own is None else (0, None, 0))
         chunks = self._chunks() if chosen is None else self._parts(chosen)
@@ -110,7 +113,10 @@ class Ensemble(Sealed):
         for chunk in chunks:
             its_own = () if own is None else (_of(own, chunk),)
             said = run(apply, _of(self._state, chunk), public, *its_own)
-            yield said, self._counts[_on_host(chunk)].any(1).to(said.device)
+            if if_any_record:
+                exist = self._counts[chunk].any(1).to(said.device)
+                said = torch.where(exist.view(-1, *[1] * (said.ndim - 1)), said, 0)
+            yield said
 
     def kept(self) -> dict[str, Tensor]:
         """Return what members know, for a checkpoint that stays private. Only for the curator."""
@@ -172,10 +178,6 @@ def _fitting(state: State, members: int, answer: int) -> int:
 
 def _plainly(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return function(*args)
-
-
-def _on_host(chunk: slice | Tensor) -> slice | Tensor:
-    return chunk if isinstance(chunk, slice) else chunk.cpu()
 
 
 def _of(tree: Any, chunk: slice | Tensor) -> Any:

@@ -63,7 +63,7 @@ def sample_gradient(
     noise = access.randomness.normal(images.numel())
     total = torch.zeros(images.numel(), dtype=torch.float64, device=noise.device)
     with torch.no_grad():
-        for rows, _ in ensemble.answers(ask, (images, labels), chosen=chosen.to(noise.device)):
+        for rows in ensemble.answers(ask, (images, labels), chosen=chosen.to(noise.device)):
             total += clipped_sum([rows], bound)
     noise_std = access.noise_multiplier * 2 * bound
     released = snapped(total + noise_std * noise, noise_std)

@@ -54,13 +54,12 @@ def votes(
     noise = access.randomness.normal(dimension)
     total = torch.zeros(dimension, dtype=torch.float64, device=noise.device)
     with torch.no_grad():
-        for said, exist in ensemble.answers(ask, public, own):
+        for said in ensemble.answers(ask, public, own, if_any_record=is_alone):
             rows = said.flatten(1)
             if rows.shape[1] != dimension:
                 raise PlanViolation(
                     f"members vote with {rows.shape[1]} coordinates, expected {dimension}"
                 )
-            rows = rows.clamp(min=0) if is_non_negative else rows
-            total += clipped_sum([rows], bound, exist if is_alone else None)
+            total += clipped_sum([rows.clamp(min=0) if is_non_negative else rows], bound)
     noise_std = access.noise_multiplier * sensitivity
     return snapped(total + noise_std * noise, noise_std)
