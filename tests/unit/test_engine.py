@@ -194,3 +194,14 @@ def test_compiled_code_is_kept_on_disk(static, monkeypatch, tmp_path):
     static.run(Descend(0.01), *start())
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+
+
+def test_failure_that_is_hidden_by_its_own_report_is_told() -> None:
+    try:
+        try:
+            raise RuntimeError("out of shared memory\nmore of it")
+        except RuntimeError:
+            raise ValueError("Attempt to trace generator")  # noqa: B904  as PyTorch does
+    except ValueError as error:
+        assert module._first_line(error) == "RuntimeError: out of shared memory"
+    assert module._first_line(ValueError("plain")) == "ValueError: plain"

@@ -287,5 +287,8 @@ def _name(step: Step) -> str:
     return str(getattr(step, "__name__", type(step).__name__))
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """Say in a line what failed; what failed first, where failing to report it hides that."""
+    while "Attempt to trace generator" in str(error) and error.__context__:
+        error = error.__context__  # of PyTorch's own report, under its own compiler
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
