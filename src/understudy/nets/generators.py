@@ -204,8 +204,8 @@ class ResnetGenerator(GeneratorNetwork):
         channels = [self.width * 2**number for number in range(blocks, -1, -1)]
         return self._cropped(
             [
-                nn.Unflatten(1, (self._features, 1, 1)),
-                nn.ConvTranspose2d(self._features, channels[0], (height, width), bias=False),
+                nn.Linear(self._features, channels[0] * height * width, bias=False),
+                nn.Unflatten(1, (channels[0], height, width)),
                 *(doubling_block(inputs, outputs, keeps) for inputs, outputs in pairwise(channels)),
                 maps_norm(self.width, keeps), nn.ReLU(),
                 nn.Conv2d(self.width, self.shape[0], 3, padding=1), nn.Tanh(), BlackToWhite(),
