@@ -55,7 +55,16 @@ TINY = {
         "generator": "gallery",
         "falling": True,
     },
-    "pate-gan": {**TAUGHT, "student_steps": 2, "generator_steps": 2},
+    "pate-gan": {
+        **TAUGHT,
+        "critic": "records",
+        "generator": "gallery",
+        "student_steps": 2,
+        "generator_steps": 2,
+        "memory": 2,
+        "spread": 0.1,
+        "smooth": 1.0,
+    },
     "gs-wgan": {
         "images_per_class": 3,
         "critics": 5,

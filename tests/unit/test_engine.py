@@ -197,11 +197,7 @@ def test_compiled_code_is_kept_on_disk(static, monkeypatch, tmp_path):
 
 
 def test_failure_that_is_hidden_by_its_own_report_is_told() -> None:
-    try:
-        try:
-            raise RuntimeError("out of shared memory\nmore of it")
-        except RuntimeError:
-            raise ValueError("Attempt to trace generator")  # noqa: B904  as PyTorch does
-    except ValueError as error:
-        assert module._first_line(error) == "RuntimeError: out of shared memory"
+    hidden = ValueError("Attempt to trace generator")  # what PyTorch says of its own report
+    hidden.__context__ = RuntimeError("out of shared memory\nmore of it")
+    assert module._first_line(hidden) == "RuntimeError: out of shared memory"
     assert module._first_line(ValueError("plain")) == "ValueError: plain"

@@ -13,7 +13,7 @@ from door import records_of, some_images, without
 from understudy.errors import InvalidSettings
 from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, Vote, scaled
 from understudy.methods.g_pate import BinVote, GPATEConfig
-from understudy.methods.pate_gan import PATEGANConfig, Verdict
+from understudy.methods.pate_gan import PATEGAN, Favourites, PATEGANConfig, Student, YesOrNo
 from understudy.methods.teachers import NetworkCritic, RecordsCritic, Shown, stacked, wish
 from understudy.nets.critics import Teacher
 from understudy.privacy.accounting import epsilon_of
@@ -108,9 +108,11 @@ def test_what_teachers_count_is_bounded_by_one_bin_for_each_projection():
 
 def test_verdicts_are_centred():
     params = TEACHER.init(torch.Generator().manual_seed(0))
-    said = Verdict(TEACHER)((params,), shown(9))
+    verdict = YesOrNo(TEACHER)
+    said = verdict((params,), shown(9), torch.tensor(0.5))
     assert set(said.tolist()) <= {-0.5, 0.5}
-    assert said.norm() == pytest.approx(math.sqrt(9) / 2)
+    assert said.norm() == pytest.approx(verdict.bound(9))
+    assert verdict.shares(torch.tensor([-30.0, 0.0, 10.0, 20.0]), 20).tolist() == [0, 0.5, 1, 1]
 
 
 def changed_by_a_missing_record(critic):
@@ -210,6 +212,80 @@ def test_a_record_votes_on_one_image_alone():
     assert counted.norm() == pytest.approx(math.sqrt(critic.voices(4) * 6))
 
 
+def test_each_record_has_one_favourite_and_all_may_have_the_same():
+    images = dice(3, *FACTS.shape, seed=1)
+    critic, state = remembered(images, [1, 1, 0], reach=1e-3)
+    verdict = Favourites(critic)
+    seen = Shown(images[[0, 1, 2, 2]] + 0.01, torch.tensor([1, 1, 1, 0]), torch.empty(0))
+    assert verdict(state, seen, torch.tensor(0.5)).tolist() == [1, 1, 0, 1]
+    alike = [images[:1].expand(3, *FACTS.shape), torch.tensor([1, 1, 1]), torch.ones(3)]
+    said = verdict(critic(state, *alike, seen), seen, torch.tensor(0.5))
+    assert said.tolist() == [3, 0, 0, 0]
+    assert said.norm() == verdict.bound(4)
+    gone = critic(state, images, torch.tensor([1, 1, 0]), torch.zeros(3), seen)
+    assert not verdict(gone, seen, torch.tensor(0.5)).any()
+
+
+def test_an_image_with_its_due_of_votes_looks_half_real():
+    critic, _ = remembered(dice(1, *FACTS.shape), [1], reach=0.1)
+    counts = torch.tensor([10.0, 20.0, -3.0, 0.0])
+    shares = Favourites(critic).shares(counts, teachers=40)
+    assert torch.allclose(shares, torch.tensor([1 / 2, 2 / 3, 0, 0]))
+
+
+class Desk:
+    """What a student needs of a classroom, without teachers."""
+
+    def __init__(self):
+        self.public, self.device = {}, torch.device("cpu")
+
+
+def a_student(**settings):
+    config = PATEGANConfig(batch=4, width=2, hidden=3, **settings)
+    return Student(PATEGAN(config, FACTS, seed=0), Desk())
+
+
+def test_a_student_learns_from_the_last_round_and_some_that_it_remembers():
+    student = a_student(memory=3)
+    for at in range(5):
+        seen = shown(4)._replace(images=torch.full((4, *FACTS.shape), at / 10))
+        student._remember(seen, torch.full((4,), at / 10), at)
+    past = student.room.public["past"]
+    assert torch.allclose(past["shares"][:, 0], torch.tensor([0.3, 0.4, 0.2]))
+    assert torch.equal(past["images"].flatten(1).amax(1), past["shares"].amax(1))
+    last, *others = student._recalled(4, 0)
+    assert last == 1
+    assert {place for step in range(9) for place in student._recalled(4, step)[1:]} == {0, 2}
+    assert len(others) == 4
+    assert student._recalled(0, 0) == [0]
+    assert set(student._recalled(1, 0)[1:]) == {0}
+    assert a_student()._recalled(7, 0) == [0]
+
+
+def test_what_is_shown_varies_smoothly_around_the_images():
+    before = shown(4)._replace(images=torch.full((4, *FACTS.shape), 0.5))
+    varied = a_student(spread=0.05, smooth=1.5)._varied(before, "vary", 0)
+    noise = varied.images - before.images
+    assert noise.std() == pytest.approx(0.05, rel=0.1)
+    steps = noise.diff(dim=3)
+    assert steps.std() < 0.7 * noise.std()  # of white noise, it is 1.4 times
+    assert torch.equal(varied.labels, before.labels)
+    assert a_student()._varied(before, "vary", 0) is before
+    loud = a_student(spread=5.0)._varied(before, "vary", 0).images
+    assert (loud.min(), loud.max()) == (0, 1)
+
+
+def test_a_student_learns_what_teachers_say():
+    student = a_student(student_lr=0.01)
+    seen, shares = shown(4), torch.tensor([0.1, 0.9, 0.2, 0.8])
+    student._remember(seen, shares, 0)
+    for _ in range(300):
+        student._learn([0])
+    params = student.room.public["student"][0]
+    found = student.network(params, seen.images, seen.labels).sigmoid()
+    assert torch.allclose(found, shares, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "complaint"),
     [
@@ -225,6 +301,9 @@ def test_a_record_votes_on_one_image_alone():
         (GPATEConfig, {"threshold": -0.1}, "threshold is -0.1"),
         (PATEGANConfig, {"student_steps": 0}, "student_steps is 0"),
         (PATEGANConfig, {"average": 1.0}, "average is 1"),
+        (PATEGANConfig, {"memory": 0}, "memory is 0"),
+        (PATEGANConfig, {"spread": -1.0}, "spread is -1"),
+        (PATEGANConfig, {"smooth": float("nan")}, "smooth is nan"),
     ],
 )
 def test_senseless_settings_are_refused(config, changes, complaint):

@@ -26,8 +26,8 @@ from understudy.methods.teachers import (
     Classroom,
     Critic,
     Shown,
-    WishedGenerator,
-    WishesConfig,
+    TaughtGenerator,
+    TeachersConfig,
     remembering,
 )
 from understudy.privacy.plan import PublicFacts
@@ -40,7 +40,7 @@ LEVELS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataLensConfig(WishesConfig):
+class DataLensConfig(TeachersConfig):
     """Settings of DataLens; the letters are the paper's."""
 
     compression: str = setting(
@@ -83,7 +83,7 @@ def _fashion(_: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str,
 def _best(facts: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, Any]:
     top = max(1, 3 * math.prod(facts.shape) // 8)
     settings = remembering(facts, pictures=20 if epsilon >= 5 else 5)
-    return settings | {"steps": 20, "lr": 0.5, "top": top}
+    return settings | {"steps": 20, "lr": 0.5, "top": top, "clip": 0.0, "threshold": 0.0}
 
 
 def _small(facts: PublicFacts, epsilon: float, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class Vote:
         return wishes.told(said, len(dice))
 
 
-class DataLens(WishedGenerator):
+class DataLens(TaughtGenerator):
     """A generator that follows the noisy votes of many discriminators."""
 
     config: DataLensConfig

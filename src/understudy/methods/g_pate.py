@@ -26,8 +26,8 @@ from understudy.methods.teachers import (
     Classroom,
     Critic,
     Shown,
-    WishedGenerator,
-    WishesConfig,
+    TaughtGenerator,
+    TeachersConfig,
     remembering,
 )
 from understudy.privacy.plan import PublicFacts
@@ -35,7 +35,7 @@ from understudy.seeds import public_generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPATEConfig(WishesConfig):
+class GPATEConfig(TeachersConfig):
     """Settings of G-PATE."""
 
     projections: int = setting(10, "Random directions that gradients are projected to.")
@@ -60,7 +60,8 @@ def _paper(_: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, A
 
 def _best(facts: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, Any]:
     settings = remembering(facts, pictures=20 if epsilon >= 5 else 5)
-    return settings | {"steps": 150, "lr": 0.2, "projections": 20}
+    more = {"steps": 150, "lr": 0.2, "projections": 20, "clip": 0.0, "threshold": 0.0}
+    return settings | more
 
 
 def _small(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class BinVote:
         return wishes.told(said, len(shown.labels))
 
 
-class GPATE(WishedGenerator):
+class GPATE(TaughtGenerator):
     """A generator that follows where most teachers want its images to go."""
 
     config: GPATEConfig

@@ -65,39 +65,29 @@ class TeachersConfig:
     hidden: int = setting(256, "Width of a teacher's hidden layer.")
     norm: bool = setting(False, "Normalise batches inside teachers.")
     average: float = setting(0.0, "What the past counts in the average of generators; 0: the last.")
+    critic: str = setting(
+        "network", "What a teacher judges by: a network, or the records that it remembers."
+    )
+    reach: float = setting(
+        0.05, "How much nearer, by root mean square, the image is that a record mostly chooses."
+    )
 
     def __post_init__(self) -> None:
         check_at_least_one(
             self, "images_per_class", "teachers", "steps", "batch", "teacher_batch",
             "teacher_steps", "first_steps", "code", "width", "hidden",
         )  # fmt: skip
-        check_positive(self, "lr", "teacher_lr")
+        check_positive(self, "lr", "teacher_lr", "reach")
         if not 0 <= self.average < 1:
             raise InvalidSettings(f"average is {self.average:g}, expected 0 to below 1")
         if self.generator not in ("deconv", "gallery"):
             raise InvalidSettings(f"generator is '{self.generator}', expected deconv or gallery")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WishesConfig(TeachersConfig):
-    """Settings of a generator whose teachers say how images should change."""
-
-    critic: str = setting(
-        "network", "What a teacher judges by: a network, or the records that it remembers."
-    )
-    reach: float = setting(
-        0.05, "How much nearer, by root mean square, the image is that a record mostly pulls."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "reach")
         if self.critic not in ("network", "records"):
             raise InvalidSettings(f"critic is '{self.critic}', expected network or records")
 
 
 def remembering(facts: PublicFacts, pictures: int) -> dict[str, Any]:
-    """Return settings of a teacher for each unit, who pulls a picture of its class to its record.
+    """Return settings of a teacher for each unit, who chooses a picture of its record's class.
 
     Args:
         facts: of the set.
@@ -106,7 +96,7 @@ def remembering(facts: PublicFacts, pictures: int) -> dict[str, Any]:
     return {
         "teachers": facts.units, "critic": "records", "teacher_steps": 1, "first_steps": 1,
         "batch": pictures * facts.classes, "generator": "gallery", "code": pictures,
-        "falling": True, "clip": 0.0, "threshold": 0.0,
+        "falling": True,
     }  # fmt: skip
 
 
@@ -201,10 +191,10 @@ class NetworkCritic:
 
 @dataclass(frozen=True)
 class RecordsCritic:
-    """A teacher without weights: each of its records pulls one image of its class to itself.
+    """A teacher without weights: each of its records chooses one image of its class.
 
-    Which one is drawn by a public number, mostly the nearest. So images part: each becomes the mean
-    of the records that it is nearest to, as in k-means.
+    Which one is drawn by a public number, mostly the nearest. Where records pull what they choose,
+    images part: each becomes the mean of the records that it is nearest to, as in k-means.
     """
 
     pixels: int
@@ -226,6 +216,12 @@ class RecordsCritic:
 
     def wish(self, state: Any, shown: Shown, turn: Tensor) -> Wishes:
         """Return the way from an image to each record that is there, if any is of its class."""
+        place, is_there = self.chosen(state, shown, turn)
+        ways = state[0] - shown.images.flatten(1)[place]
+        return Wishes(torch.where(is_there[:, None], ways, 0), place)
+
+    def chosen(self, state: Any, shown: Shown, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the image that each record chooses (records,), and whether there is any such."""
         remembered, labels, exist = state
         images = shown.images.flatten(1)
         lengths = images.square().sum(1)  # a record's own changes nothing between images
@@ -234,8 +230,7 @@ class RecordsCritic:
         far = torch.finfo(images.dtype).min
         shares = torch.where(is_like, -gaps / (2 * self.reach**2), far).softmax(1)
         place = (shares.cumsum(1) <= turn).sum(1).clamp(max=len(images) - 1)
-        is_there = is_like.gather(1, place[:, None])
-        return Wishes(torch.where(is_there, remembered - images[place], 0), place)
+        return place, is_like.gather(1, place[:, None])[:, 0]
 
     def voices(self, images: int) -> int:
         """Return one for each record."""
@@ -350,6 +345,9 @@ class TaughtGenerator(ABC):
         self.pixels = math.prod(facts.shape)
         self.teacher = Teacher(facts.shape, facts.classes, config.width, config.hidden, config.norm)
         self.critic: Critic = NetworkCritic(self.teacher, config.teacher_lr)
+        if config.critic == "records":
+            seen = min(shard_size(facts, config.teachers), config.teacher_batch)
+            self.critic = RecordsCritic(self.pixels, seen, config.reach)
 
     @property
     def network(self) -> GeneratorNetwork:
@@ -389,15 +387,3 @@ class TaughtGenerator(ABC):
             one_round(shown, at)
             room.checkpoint(at + 1)
         return room.drawn()
-
-
-class WishedGenerator(TaughtGenerator):
-    """A method whose teachers say how images should change."""
-
-    config: WishesConfig
-
-    def __init__(self, config: WishesConfig, facts: PublicFacts, *, seed: int) -> None:
-        super().__init__(config, facts, seed=seed)
-        if config.critic == "records":
-            seen = min(shard_size(facts, config.teachers), config.teacher_batch)
-            self.critic = RecordsCritic(self.pixels, seen, config.reach)
