@@ -135,13 +135,11 @@ class GPATE(TaughtGenerator):
         shape = (self.pixels, config.projections)
         drawn = torch.randn(shape, generator=public_generator(self.seed, "projection", at))
         projection = (drawn / math.sqrt(config.projections)).to(room.device)
-        generator = public_generator(self.seed, "turns", at)
-        turns = torch.rand(config.teachers, generator=generator).to(room.device)
         counts = room.curator.votes(
             room.members,
             BinVote(self.critic, config.bins, config.clip),
             (shown, projection),
-            turns,
+            room.turns(at),
             dimension=self.dimension,
             bound=math.sqrt(self.critic.voices(config.batch) * config.projections),
             is_non_negative=True,

@@ -164,12 +164,11 @@ class Student:
         """Hear what teachers say of the images shown, learn it, and teach the generator."""
         config, room = self.config, self.room
         shown = self._varied(shown, "vary", at)
-        turns = torch.rand(config.teachers, generator=public_generator(self._seed, "turns", at))
         counts = room.curator.votes(
             room.members,
             self._verdict,
             shown,
-            turns.to(room.device),
+            room.turns(at),
             dimension=config.batch,
             bound=self._verdict.bound(config.batch),
             is_non_negative=self._verdict.is_non_negative,

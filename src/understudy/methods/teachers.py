@@ -292,6 +292,11 @@ class Classroom:
                 self._step.network(self.public["generator"][0], codes, labels), labels, codes
             )
 
+    def turns(self, at: int) -> Tensor:
+        """Draw a public number in [0, 1) for each teacher (teachers,)."""
+        generator = public_generator(self._seed, "turns", at)
+        return torch.rand(self.config.teachers, generator=generator).to(self.device)
+
     def teach(self, shown: Shown, at: int) -> None:
         """Let all teachers learn: on a schedule that is public, each from records of its own."""
         steps = self.config.first_steps if at == 0 else self.config.teacher_steps

@@ -204,6 +204,7 @@ class ResnetGenerator(GeneratorNetwork):
         channels = [self.width * 2**number for number in range(blocks, -1, -1)]
         return self._cropped(
             [
+                # A transposed convolution of one pixel is this; its gradient does not compile.
                 nn.Linear(self._features, channels[0] * height * width, bias=False),
                 nn.Unflatten(1, (channels[0], height, width)),
                 *(doubling_block(inputs, outputs, keeps) for inputs, outputs in pairwise(channels)),
