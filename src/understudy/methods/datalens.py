@@ -206,7 +206,7 @@ class Sketch:
     """
 
     places: Tensor
-    """Column of each pixel in each row (rows, pixels): public."""
+    """Where in the table, row after row, each pixel is counted (rows, pixels): public."""
     signs: Tensor
     columns: int
     top: int
@@ -216,8 +216,8 @@ class Sketch:
         tiny = torch.finfo(wishes.dtype).tiny
         units = wishes / wishes.norm(dim=1, keepdim=True).clamp(min=tiny)
         table = torch.zeros(len(wishes), self.dimension, dtype=wishes.dtype, device=wishes.device)
-        places, signs = self.placed(wishes.device)
-        return table.index_add(1, places, (units[:, None] * signs).flatten(1))
+        places, signs = self.places.to(wishes.device), self.signs.to(wishes.device)
+        return table.index_add(1, places.flatten(), (units[:, None] * signs).flatten(1))
 
     @property
     def dimension(self) -> int:
@@ -229,15 +229,9 @@ class Sketch:
         """Norm of the sketch of a unit vector, on the average; longer ones are scaled down."""
         return math.sqrt(len(self.places))
 
-    def placed(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return where each pixel goes in the flat table (rows * pixels,), and its signs."""
-        rows = torch.arange(len(self.places))[:, None]
-        return (self.places + self.columns * rows).flatten().to(device), self.signs.to(device)
-
     def direction(self, said: Tensor, threshold: float) -> Tensor:
         """Estimate each entry by the median of its rows; keep the largest."""
-        places, signs = self.placed(said.device)
-        found = said[:, places].view(len(said), *signs.shape) * signs
+        found = said[:, self.places.to(said.device)] * self.signs.to(said.device)
         estimate = found.median(1).values
         largest = estimate.abs().topk(self.top, dim=1).indices
         return torch.zeros_like(estimate).scatter(1, largest, estimate.gather(1, largest))
@@ -291,6 +285,7 @@ class DataLens(TaughtGenerator):
         generator = public_generator(self.seed, "sketch")
         shape = (SKETCH_ROWS, pixels)
         places = torch.randint(columns, shape, generator=generator)
+        places += columns * torch.arange(SKETCH_ROWS)[:, None]
         signs = torch.randint(2, shape, generator=generator) * 2.0 - 1
         return Sketch(places, signs, columns, top)
 

@@ -190,6 +190,7 @@ def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> 
     traced = make_fx(flat, decomposition_table=SMALL_PRODUCTS)(*distinct)
     traced.graph.eliminate_dead_code()
     traced.recompile()
+    traced.to(leaves[0].device)  # constants too: a captured graph cannot copy them
     is_small = max(_values(node) for node in traced.graph.nodes) <= LARGEST_COMBINED
     options: dict[str, Any] = {"combo_kernels": is_small}
     compiled = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
