@@ -165,7 +165,7 @@ def run(method, config, ledger, tmp_path, *, counts=(40, 40, 40), budget=None):
         (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, images_per_class=20, hidden=50)),
         (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, pairs=0, generator="conv",
                           images_per_class=20, hidden=50)),
-        (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, unbiased=True,
+        (DPHP, DPHPConfig(steps=150, sum_order=10, scale=0.15, unbiased=True, grain=0.05,
                           images_per_class=20, hidden=50)),
     ],
     ids=[
@@ -210,7 +210,14 @@ def test_length_scale_follows_the_number_of_pixels():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"pairs": -1}, {"generator": "gan"}, {"scale": 0}, {"steps": 0}, {"product_ratio": math.inf}],
+    [
+        {"pairs": -1},
+        {"generator": "gan"},
+        {"scale": 0},
+        {"steps": 0},
+        {"grain": -0.1},
+        {"product_ratio": math.inf},
+    ],
 )
 def test_senseless_settings_are_refused(bad):
     with pytest.raises(InvalidSettings, match=next(iter(bad))):

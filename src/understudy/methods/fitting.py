@@ -221,11 +221,11 @@ class GeneratorFit:
         labels = torch.arange(classes).repeat_interleave(counts)
         return labels[torch.randperm(count, generator=generator)]
 
-    def drawn(self, params: Params, images_per_class: int) -> SyntheticSet:
-        """Draw the set, and keep the generator with it."""
+    def drawn(self, params: Params, images_per_class: int, *, grain: float = 0.0) -> SyntheticSet:
+        """Draw the set, with noise of standard deviation `grain`; keep the generator with it."""
         network, facts = self.step.network, self.facts
         statistics = network.statistics(params, public_generator(self.seed, "statistics"))
-        released = Generator(network, params, statistics, self.shares)
+        released = Generator(network, params, statistics, self.shares, grain)
         count = images_per_class * facts.classes
         return released.drawn(facts.class_names, count, seed=self.seed)
 

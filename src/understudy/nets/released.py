@@ -61,8 +61,12 @@ class Generator:
     """Means and variances of its norms."""
     shares: tuple[float, ...] | None = None
     """How much of a drawn set each class is; None for equal parts."""
+    grain: float = 0.0
+    """Standard deviation of the noise on each pixel of what is drawn."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.grain < math.inf:
+            raise InvalidData(f"a generator's grain is {self.grain:g}, expected 0 or more")
         if self.shares is None:
             return
         if len(self.shares) != self.network.classes:
@@ -93,7 +97,7 @@ class Generator:
             per_class: how many of each class instead.
         """
         device = next(iter(self.params.values())).device
-        labels = self._labels(count, per_class)
+        labels, grains = self._labels(count, per_class), public_generator(seed, "grain")
         drawn = []
         parts = zip(
             codes_of(self.network, len(labels), seed), torch.split(labels, CHUNK), strict=True
@@ -102,6 +106,8 @@ class Generator:
             images = self.network(
                 self.params, codes.to(device), chosen.to(device), statistics=self.statistics
             )
+            if self.grain:
+                images += self.grain * torch.randn(images.shape, generator=grains).to(device)
             drawn.append((images.clamp(0, 1) * 255).round().byte().cpu())
         return from_whole_bytes(torch.cat(drawn)), labels
 
@@ -171,6 +177,7 @@ class Generator:
             "network": name,
             "config": asdict(self.network),
             "shares": self.shares,
+            "grain": self.grain,
         }
         tensors = {
             f"{group}/{name}": values.detach().cpu().contiguous()
@@ -190,7 +197,8 @@ class Generator:
                 group, _, part = name.partition("/")
                 groups[group][part] = values
             _check(network, groups)
-            return cls(network, **groups, shares=_value(about["shares"]))
+            shares, grain = _value(about["shares"]), about.get("grain", 0.0)
+            return cls(network, **groups, shares=shares, grain=grain)
 
     @classmethod
     def load(cls, path: Path) -> Generator:
