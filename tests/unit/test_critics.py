@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from understudy.nets.critics import Teacher, halved, logit_loss, patches
+from understudy.nets.critics import DenseCritic, Teacher, halved, logit_loss, patches
 
 MEMBERS = 3
+either = pytest.mark.parametrize(
+    "teacher", [Teacher((1, 8, 8), 2, channels=3, hidden=5), DenseCritic((1, 8, 8), 2, hidden=5)]
+)
 
 
 def several(teacher):
@@ -42,16 +45,16 @@ def test_patches_make_a_convolution(sides):
     assert torch.allclose(found, F.conv2d(images, weight, stride=2, padding=2), atol=1e-4)
 
 
-def test_a_teacher_looks_at_the_class():
-    teacher = Teacher((1, 8, 8), 2, channels=3, hidden=5)
+@either
+def test_a_teacher_looks_at_the_class(teacher):
     params = teacher.init(torch.Generator().manual_seed(0))
     image = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     one, other = (teacher(params, image, torch.tensor([label])) for label in (0, 1))
     assert not torch.allclose(one, other)
 
 
-def test_without_norm_an_image_is_judged_by_itself():
-    teacher = Teacher((1, 8, 8), 2, channels=3, hidden=5)
+@either
+def test_without_norm_an_image_is_judged_by_itself(teacher):
     params = teacher.init(torch.Generator().manual_seed(0))
     images, labels = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)
     assert torch.allclose(

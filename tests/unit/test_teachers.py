@@ -275,8 +275,9 @@ def test_what_is_shown_varies_smoothly_around_the_images():
     assert (loud.min(), loud.max()) == (0, 1)
 
 
-def test_a_student_learns_what_teachers_say():
-    student = a_student(student_lr=0.01)
+@pytest.mark.parametrize("network", ["conv", "dense"])
+def test_a_student_learns_what_teachers_say(network):
+    student = a_student(student_lr=0.01, student=network)
     seen, shares = shown(4), torch.tensor([0.1, 0.9, 0.2, 0.8])
     student._remember(seen, shares, 0)
     for _ in range(300):
@@ -302,6 +303,7 @@ def test_a_student_learns_what_teachers_say():
         (PATEGANConfig, {"student_steps": 0}, "student_steps is 0"),
         (PATEGANConfig, {"average": 1.0}, "average is 1"),
         (PATEGANConfig, {"memory": 0}, "memory is 0"),
+        (PATEGANConfig, {"student": "tree"}, "student is 'tree', expected conv or dense"),
         (PATEGANConfig, {"spread": -1.0}, "spread is -1"),
         (PATEGANConfig, {"smooth": float("nan")}, "smooth is nan"),
     ],

@@ -32,7 +32,7 @@ from understudy.methods.teachers import (
     remembering,
     wish,
 )
-from understudy.nets.critics import Teacher
+from understudy.nets.critics import DenseCritic, Teacher
 from understudy.nets.params import moved
 from understudy.privacy.plan import PublicFacts
 from understudy.seeds import public_generator
@@ -45,6 +45,7 @@ RECALLED = 4
 class PATEGANConfig(TeachersConfig):
     """Settings of PATE-GAN."""
 
+    student: str = setting("conv", "The student's network: conv, as the teachers', or dense.")
     student_steps: int = setting(5, "Steps of the student per round.")
     student_lr: float = setting(1e-3, "Learning rate of the student.")
     memory: int = setting(1, "Rounds, the last ones, that the student learns from.")
@@ -56,6 +57,8 @@ class PATEGANConfig(TeachersConfig):
         super().__post_init__()
         check_at_least_one(self, "student_steps", "generator_steps", "memory")
         check_positive(self, "student_lr")
+        if self.student not in ("conv", "dense"):
+            raise InvalidSettings(f"student is '{self.student}', expected conv or dense")
         for name in ("spread", "smooth"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidSettings(f"{name} is {getattr(self, name):g}, expected 0 or more")
@@ -150,9 +153,9 @@ class Student:
     """A discriminator that sees generated images alone, and knows of others what teachers say."""
 
     def __init__(self, method: PATEGAN, room: Classroom) -> None:
-        self.config, self.room, self.network = method.config, room, method.teacher
+        self.config, self.room, self.network = method.config, room, method.student
         self._verdict, self._seed = method.verdict, method.seed
-        params = moved(method.teacher.init(public_generator(method.seed, "student")), room.device)
+        params = moved(self.network.init(public_generator(method.seed, "student")), room.device)
         room.public["student"] = params, ADAM.start(params)
         past = self.config.memory, self.config.batch
         room.public["past"] = {
@@ -248,6 +251,13 @@ class PATEGAN(TaughtGenerator):
         "paper": Preset(_paper, "nothing: the paper has no images"),
         "small": Preset(_small, "nothing: a quick trial on few records"),
     }
+
+    @property
+    def student(self) -> Teacher | DenseCritic:
+        """What learns from the verdicts."""
+        if self.config.student == "conv":
+            return self.teacher
+        return DenseCritic(self.facts.shape, self.facts.classes, self.config.hidden)
 
     @property
     def verdict(self) -> Verdict:

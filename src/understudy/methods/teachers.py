@@ -27,7 +27,7 @@ from understudy.methods.fitting import (
     leaves_of,
 )
 from understudy.methods.method import check_at_least_one, check_positive, setting, small_or_paper
-from understudy.nets.critics import Teacher, logit_loss
+from understudy.nets.critics import DenseCritic, Teacher, logit_loss
 from understudy.nets.gallery import GalleryGenerator
 from understudy.nets.generators import DeconvGenerator, GeneratorNetwork
 from understudy.nets.params import Params, moved
@@ -242,7 +242,7 @@ def stacked(state: Any, members: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf.expand(members, *leaf.shape), state)
 
 
-def wish(teacher: Teacher, params: Params, shown: Shown) -> Tensor:
+def wish(teacher: Teacher | DenseCritic, params: Params, shown: Shown) -> Tensor:
     """Return how images should change to look more real to a teacher (n, pixels)."""
 
     def loss(images: Tensor) -> Tensor:

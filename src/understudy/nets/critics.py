@@ -8,6 +8,7 @@ products, where a convolution would become one with thousands of groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,19 +53,14 @@ class Teacher:
             "linear0": (second * height * width, self.hidden),
             "linear1": (self.hidden, classes),
         }
-        params: Params = {}
-        for name, (inputs, outputs) in sizes.items():
-            weight = torch.randn((outputs, inputs), generator=generator)
-            params[f"{name}.weight"] = weight / math.sqrt(inputs)
-            params[f"{name}.bias"] = torch.zeros(classes, outputs)
+        params = _drawn(sizes, classes, generator)
         for name in ("conv1", "linear0") if self.norm else ():
             params[f"{name}.scale"] = torch.ones(sizes[name][1])
         return params
 
     def __call__(self, params: Params, images: Tensor, labels: Tensor) -> Tensor:
         """Return one member's logits (n,) that images (n, c, h, w) of these classes are real."""
-        classes = torch.arange(self.classes, device=labels.device)
-        one_hot = (labels[:, None] == classes).to(images.dtype)
+        one_hot = _one_hot(labels, self.classes, images)
         maps = leaky(_biased(params, "conv0", _conv(params, "conv0", images), one_hot))
         maps = self._normal(params, "conv1", _conv(params, "conv1", maps))
         maps = leaky(_biased(params, "conv1", maps, one_hot))
@@ -82,6 +78,49 @@ class Teacher:
         spread = centred.square().mean(over, keepdim=True)
         scale = params[f"{name}.scale"].view(-1, *(1,) * (values.ndim - 2))
         return centred * torch.rsqrt(spread + NORM_EPS) * scale
+
+
+@dataclass(frozen=True)
+class DenseCritic:
+    """Three linear layers, conditioned as a `Teacher`. What it wants of images has no texture.
+
+    The slopes of convolutions repeat their filters all over an image; these follow the images that
+    it has seen.
+    """
+
+    shape: Shape
+    classes: int
+    hidden: int = 256
+
+    def init(self, generator: torch.Generator) -> Params:
+        """Draw parameters."""
+        sizes = {
+            "linear0": (math.prod(self.shape), self.hidden),
+            "linear1": (self.hidden, self.hidden),
+            "linear2": (self.hidden, self.classes),
+        }
+        return _drawn(sizes, self.classes, generator)
+
+    def __call__(self, params: Params, images: Tensor, labels: Tensor) -> Tensor:
+        """Return logits (n,) that images (n, c, h, w) of these classes are real."""
+        one_hot = _one_hot(labels, self.classes, images)
+        hidden = images.flatten(1)
+        for name in ("linear0", "linear1"):
+            hidden = leaky(_biased(params, name, _linear(params, name, hidden), one_hot))
+        scores = _biased(params, "linear2", _linear(params, "linear2", hidden), one_hot)
+        return (scores * one_hot).sum(1)
+
+
+def _drawn(
+    sizes: Mapping[str, tuple[int, int]], classes: int, generator: torch.Generator
+) -> Params:
+    """Draw weights of layers of some inputs and outputs, with biases of zero for each class."""
+    params: Params = {}
+    for name, (inputs, outputs) in sizes.items():
+        weight = torch.randn((outputs, inputs), generator=generator)
+        params[f"{name}.weight"] = weight / math.sqrt(inputs)
+        params[f"{name}.bias"] = torch.zeros(classes, outputs)
+    return params
 
 
 def leaky(values: Tensor) -> Tensor:
@@ -114,6 +153,11 @@ def _conv(params: Params, name: str, maps: Tensor) -> Tensor:
 
 def _linear(params: Params, name: str, values: Tensor) -> Tensor:
     return values @ params[f"{name}.weight"].transpose(-1, -2)
+
+
+def _one_hot(labels: Tensor, classes: int, like: Tensor) -> Tensor:
+    """Return (n, classes); F.one_hot looks at the values of labels, which tracing cannot."""
+    return (labels[:, None] == torch.arange(classes, device=labels.device)).to(like.dtype)
 
 
 def _biased(params: Params, name: str, values: Tensor, one_hot: Tensor) -> Tensor:
