@@ -165,3 +165,9 @@ def test_the_settings_of_a_method_are_not_called_defaults(call):
     said = call("methods", "dp-merf")[1]
     assert "unless" in said
     assert "default" not in said.partition("Presets")[0].split("meaning")[0]
+
+
+def test_a_value_after_a_switch_is_explained(call):
+    code, said = call("generate", "digits", "--method", "datalens", "--stochastic", "false")
+    assert code == 2
+    assert "A switch takes no value: pass --NAME, or --no-NAME." in said

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from door import LOOSE, a_vault, access_to, open_curator, records_of, some_images, without
 from static import static_engine
-from understudy.errors import InvalidSettings, PlanViolation, PrivateAccess
+from understudy.errors import Interrupted, InvalidSettings, PlanViolation, PrivateAccess
 from understudy.privacy import ensemble as module
 from understudy.privacy.curator import Pace
 from understudy.privacy.ensemble import Ensemble, shards
@@ -380,6 +380,26 @@ def test_a_run_that_was_cut_off_does_not_go_on_with_an_ignorant_ensemble(ledger,
     curator.made()
     with pytest.raises(InvalidSettings, match="start a new run"):
         opened().ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "count", "advice"),
+    [
+        (True, 2, "with --resume to continue"),
+        (False, 2, "start a new run .*, with --keep-private-state"),
+        (False, 1, "with --resume to continue"),  # nobody will be asked any more
+    ],
+)
+def test_a_stop_says_whether_the_run_can_go_on(ledger, tmp_path, keeps, count, advice):
+    pace = Pace(keeps_members=keeps, should_stop=lambda: True)
+    curator = open_curator(
+        ledger, tmp_path, vault=a_vault(ledger, some_images(12)), kind="votes", dimension=3,
+        pace=pace, count=count,
+    )  # fmt: skip
+    ours = curator.ensemble(torch.zeros(MEMBERS, 3), members=MEMBERS)
+    curator.votes(ours, lambda state, _: state, dimension=3, bound=1.0)
+    with pytest.raises(Interrupted, match=f"1 of {count} releases, all committed.*{advice}"):
+        curator.checkpoint(1, {})
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -44,6 +44,11 @@ State = Mapping[str, Tensor | Mapping[str, Tensor]]
 
 MEMBERS = "ensemble."
 """What groups of tensors in a checkpoint are called that hold what members learned."""
+GO_ON = "run the same command with --resume to continue"
+FORGOTTEN = (
+    "what its ensemble had learned is gone with the process; start a new run (this one's whole "
+    "budget stays charged), with --keep-private-state if it may be cut off again"
+)
 SPENT_STEPS = 10
 """Epsilon spent so far is computed at tenths of the plan, rounded up."""
 
@@ -201,11 +206,7 @@ class Curator(Sealed):
             tensors = self._blocks.checkpoint.tensors if self._blocks.checkpoint else {}
             kept = _tensors_of(tensors, f"{MEMBERS}{len(self._ensembles)}")
             if not kept:
-                raise InvalidSettings(
-                    "this run was cut off, and what its ensemble had learned is gone with the "
-                    "process; start a new run (this one's whole budget stays charged), with "
-                    "--keep-private-state if it may be cut off again"
-                )
+                raise InvalidSettings(f"this run was cut off, and {FORGOTTEN}")
             made.take(kept)
         self._ensembles.append(made)
         return made
@@ -382,8 +383,14 @@ class Curator(Sealed):
         if should_stop:
             raise Interrupted(
                 f"stopped after {self.released} of {self.plan.total} releases, all committed; "
-                "run the same command with --resume to continue"
+                f"{FORGOTTEN if self._forgets else GO_ON}"
             )
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether an ensemble that was asked, and has more to say, ends with the process."""
+        is_asked = bool(self._ensembles) and self.released > 0 and not self.is_exhausted
+        return is_asked and not self._pace.keeps_members
 
     def _part(self) -> int:
         """Return how many of the parts between snapshots are done."""
