@@ -50,6 +50,8 @@ COMMANDS = {
     "federated": "Train with images that stay with their owners, over Flower.",
     "methods": "List the methods, or the settings of one.",
 }
+SWITCHED = {"true", "false", "yes", "no", "on", "off"}
+"""What people pass after a switch."""
 INTERRUPTED = {
     "generate": "see --resume",
     "train-classifier": "see --resume",
@@ -150,10 +152,6 @@ def _option(tokens: Sequence[str], name: str) -> str | None:
     return None
 
 
-SWITCHED = {"true", "false", "yes", "no", "on", "off"}
-"""What people pass after a switch."""
-
-
 def _method(tokens: Sequence[str]) -> str | None:
     """Find the method that a command line or its configuration file names."""
     named: object = _option(tokens, "--method")
@@ -176,7 +174,7 @@ def _report(tokens: Sequence[str], error: Exception, exit_code: int | None = Non
     message = one_line(error)
     if isinstance(error, UnusedCliTokensError) and {"verify", "--ledger"} <= set(tokens):
         message += " Here --ledger takes no path; name a ledger with --ledger-path."
-    if isinstance(error, UnusedCliTokensError) and SWITCHED & {one.lower() for one in tokens}:
+    if isinstance(error, UnusedCliTokensError) and SWITCHED.intersection(error.unused_tokens or ()):
         message += " A switch takes no value: pass --NAME, or --no-NAME."
     if isinstance(error, UnknownOptionError) and tokens[0] in WITH_METHOD_SETTINGS:
         message += "" if _method(tokens) else " Settings of a method need --method."

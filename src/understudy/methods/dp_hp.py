@@ -33,6 +33,8 @@ from understudy.synthetic import SyntheticSet
 
 GRID = 10_001
 """Brightnesses at which the norm of features is looked up."""
+SEEN = "MNIST and Fashion-MNIST, by training images, after a look at Fashion-MNIST's test set"
+"""What the grain was chosen on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +176,8 @@ class DPHP(MeanEmbedding):
     config_class: ClassVar[type] = DPHPConfig
     summary: ClassVar[str] = "a generator fitted to noisy means of Hermite features"
     presets: ClassVar[dict[str, Preset]] = {
-        "best": Preset(_best, "MNIST and Fashion-MNIST, by their training images"),
-        "best-fashion": Preset(_best_fashion, "Fashion-MNIST, by its training images"),
+        "best": Preset(_best, SEEN),
+        "best-fashion": Preset(_best_fashion, SEEN),
         "paper": Preset(_paper, "MNIST, by the paper's authors"),
         "paper-fashion": Preset(_fashion, "Fashion-MNIST, by the paper's authors"),
         "small": Preset(_small, "digits (scikit-learn), including its test split"),

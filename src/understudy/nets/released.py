@@ -107,7 +107,8 @@ class Generator:
                 self.params, codes.to(device), chosen.to(device), statistics=self.statistics
             )
             if self.grain:
-                images += self.grain * torch.randn(images.shape, generator=grains).to(device)
+                noise = torch.randn(images.shape, generator=grains).to(device)
+                images = images + self.grain * noise
             drawn.append((images.clamp(0, 1) * 255).round().byte().cpu())
         return from_whole_bytes(torch.cat(drawn)), labels
 
