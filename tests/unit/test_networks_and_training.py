@@ -11,13 +11,16 @@ import torch
 from PIL import Image
 from torch import nn
 
+from static import static_engine
 from understudy.errors import InvalidData
 from understudy.nets.convnet import ConvNet
 from understudy.nets.params import parameter_count
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
-from understudy.training.augmentation import crop_scale_rotate
+from understudy.training.augmentation import CropScaleOrRotate, Shift, augmented
+from understudy.training.engine import Engine
 from understudy.training.sgd import SGD, fit, mean_loss
+from understudy.training.siamese import KINDS, Siamese
 
 
 def twin(width: int) -> nn.Sequential:
@@ -148,9 +151,38 @@ def test_fit_uses_every_image_once_per_epoch():
     assert after < before
 
 
+CHANGES = [None, CropScaleOrRotate(), Shift(mirror=True), Siamese(KINDS)]
+
+
+@pytest.mark.parametrize("augment", CHANGES, ids=lambda change: type(change).__name__)
+def test_training_in_one_program_is_training_step_by_step(monkeypatch, augment):
+    """A step that picks, changes and prepares its images is compiled once for each batch size."""
+    network, engine = ConvNet((1, 8, 8), 2, width=2), static_engine(monkeypatch)
+    images, labels = torch.randn(50, 1, 8, 8), torch.arange(50) % 2
+    params = network.init(torch.Generator().manual_seed(1))
+    sgd = SGD(lr=0.1, epochs=3, batch=20, momentum=0.9, drop_at=(2,))
+
+    def trained(engine):
+        generator = torch.Generator().manual_seed(2)
+        return fit(
+            network, params, images, labels, sgd=sgd, generator=generator, augment=augment,
+            engine=engine,
+        )  # fmt: skip
+
+    plain = Engine(compile=False)
+    expected = trained(plain)
+    found = trained(engine)
+    assert len(engine.compiled) == 2
+    assert engine.said == []
+    monkeypatch.setattr("understudy.training.sgd.AHEAD", 2)
+    for other in (found, trained(plain)):
+        assert all(torch.allclose(other[name], expected[name], atol=1e-6) for name in expected)
+
+
 def test_augmentation_crops_scales_or_rotates_each_image():
     images = torch.rand(300, 1, 28, 28) + 1
-    changed = crop_scale_rotate(images, torch.Generator().manual_seed(0))
+    change = CropScaleOrRotate()
+    changed = augmented(images, change, torch.Generator().manual_seed(0))
     assert changed.shape == images.shape
     assert (changed != images).flatten(1).any(1).float().mean() > 0.95
     mean = images.mean()
@@ -166,7 +198,7 @@ def test_augmentation_crops_scales_or_rotates_each_image():
     for image in cropped:
         rows, columns = (int(torch.isclose(image[0], mean).all(side).sum()) for side in (1, 0))
         assert max(rows, columns) <= 4
-    centre = crop_scale_rotate(torch.full((50, 3, 8, 8), 0.25), torch.Generator())[..., 3:5, 3:5]
+    centre = augmented(torch.full((50, 3, 8, 8), 0.25), change, torch.Generator())[..., 3:5, 3:5]
     assert torch.allclose(centre, torch.full_like(centre, 0.25), atol=1e-6)
 
 

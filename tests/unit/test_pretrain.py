@@ -25,7 +25,7 @@ from understudy.nets.encoders import Encoder
 from understudy.pipeline import register
 from understudy.pretraining import pretrain
 from understudy.privacy.registration import RegistrationTerms
-from understudy.training.augmentation import shifted, shifted_and_mirrored
+from understudy.training.augmentation import Shift, augmented
 from understudy.training.pretrained import load_encoder
 from understudy.training.pretraining import (
     BATCH,
@@ -128,7 +128,7 @@ def test_a_last_batch_of_one_image_is_no_obstacle():
 
 def test_shifts_move_whole_images():
     images = torch.arange(2 * 16 * 16).view(2, 1, 16, 16) % 251 + 1
-    moved = shifted(images.byte(), torch.Generator().manual_seed(4))
+    moved = augmented(images.byte(), Shift(), torch.Generator().manual_seed(4))
     assert moved.dtype == torch.uint8
     for before, after in zip(images[:, 0].byte(), moved[:, 0], strict=True):
         found = [
@@ -139,8 +139,8 @@ def test_shifts_move_whole_images():
         ]
         assert len(found) == 1
     same = torch.rand(1, 1, 8, 8).expand(300, -1, -1, -1)
-    for change, ways in ((shifted, 9), (shifted_and_mirrored, 18)):  # by a pixel, at 8 pixels
-        changed = change(same, torch.Generator().manual_seed(5))
+    for change, ways in ((Shift(), 9), (Shift(mirror=True), 18)):  # by a pixel, at 8 pixels
+        changed = augmented(same, change, torch.Generator().manual_seed(5))
         assert len({tuple(image.flatten().tolist()) for image in changed}) == ways
 
 

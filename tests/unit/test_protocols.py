@@ -262,8 +262,8 @@ def test_soft_labels_teach_and_can_be_left_out():
 def test_images_are_not_changed_if_so_asked(monkeypatch):
     changes = []
     monkeypatch.setattr(
-        "understudy.evaluation.downstream.crop_scale_rotate",
-        lambda images, generator: changes.append(len(images)) or images,
+        "understudy.training.augmentation.CropScaleOrRotate.__call__",
+        lambda self, images, drawn: changes.append(len(images)) or images,
     )
     images, labels = stripes(4, seed=2)
     train = TrainingSet(images=images, labels=labels)

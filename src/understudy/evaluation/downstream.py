@@ -25,7 +25,7 @@ from understudy.privacy.plan import PublicFacts
 from understudy.progress import Progress
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
-from understudy.training.augmentation import crop_scale_rotate
+from understudy.training.augmentation import CropScaleOrRotate
 from understudy.training.engine import Engine
 from understudy.training.sgd import Epochs, fit
 
@@ -303,7 +303,7 @@ class Evaluation:
                 labels,
                 sgd=recipe.sgd,
                 generator=generator,
-                augment=crop_scale_rotate if recipe.augment else None,
+                augment=CropScaleOrRotate() if recipe.augment else None,
                 engine=engine,
                 epochs=epochs,
             )

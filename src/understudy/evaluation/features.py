@@ -39,7 +39,7 @@ from understudy.privacy.disclosure import RealImages
 from understudy.privacy.plan import PublicFacts
 from understudy.progress import Progress
 from understudy.seeds import public_generator
-from understudy.training.augmentation import crop_scale_rotate
+from understudy.training.augmentation import CropScaleOrRotate
 from understudy.training.engine import Engine
 from understudy.training.sgd import SGD, fit
 
@@ -203,7 +203,7 @@ class ReferenceNetwork:
             real.labels.to(engine.device),
             sgd=sgd,
             generator=generator,
-            augment=crop_scale_rotate,
+            augment=CropScaleOrRotate(),
             engine=engine,
         )
 

@@ -24,6 +24,7 @@ from understudy.methods.canvas import blurred
 from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
 from understudy.methods.teachers import (
     ADAM,
+    SEEN,
     Classroom,
     RecordsCritic,
     Shown,
@@ -73,7 +74,7 @@ def _best(facts: PublicFacts, epsilon: float, _: Mapping[str, Any]) -> dict[str,
     pictures, shown, steps, lr = (20, 40, 200, 0.05) if epsilon >= 5 else (5, 20, 100, 0.1)
     return remembering(facts, pictures=pictures) | {
         "batch": shown * facts.classes, "steps": steps, "lr": lr, "reach": 0.02, "spread": 0.2,
-        "smooth": 2.0, "student_steps": 10, "memory": 20, "generator_steps": 4,
+        "smooth": 2.0, "student": "dense", "student_steps": 10, "memory": 20, "generator_steps": 4,
     }  # fmt: skip
 
 
@@ -247,7 +248,7 @@ class PATEGAN(TaughtGenerator):
     config_class: ClassVar[type] = PATEGANConfig
     summary: ClassVar[str] = "a generator that learns from a student of many teachers' verdicts"
     presets: ClassVar[dict[str, Preset]] = {
-        "best": Preset(_best, "MNIST and Fashion-MNIST, by their training images"),
+        "best": Preset(_best, SEEN),
         "paper": Preset(_paper, "nothing: the paper has no images"),
         "small": Preset(_small, "nothing: a quick trial on few records"),
     }

@@ -396,8 +396,7 @@ class PSG:
         siamese = self.config.siamese
         if siamese is None:
             return {}
-        _, height, width = self.facts.shape
-        drawn = siamese.draw((height, width), public_generator(self.seed, "change", step))
+        drawn = siamese.draw(self.facts.shape, public_generator(self.seed, "change", step))
         return moved(drawn, device)
 
     def _draw(self, number: int, device: torch.device) -> Params:

@@ -41,6 +41,8 @@ from understudy.synthetic import SyntheticSet
 from understudy.training.adam import Adam, AdamState
 
 ADAM = Adam(betas=(0.5, 0.999))
+SEEN = "MNIST and Fashion-MNIST, by training images, after a look at their test sets"
+"""What presets of teachers that remember were tuned on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -274,14 +274,29 @@ class _Captured:
             self._results = function(*buffers)
 
     def __call__(self, *args: Any) -> Any:
+        buffers, fresh = [], []
         for place, leaf in enumerate(pytree.tree_leaves(args)):
             before, version = self._seen[place]
             if before is not leaf or version != leaf._version:  # compiled steps often share inputs
-                self._inputs[place].copy_(leaf)
+                buffers.append(self._inputs[place])
+                fresh.append(leaf)
                 self._seen[place] = leaf, leaf._version
+        _copy(buffers, fresh)
         self._graph.replay()
         # The next replay overwrites the graph's own results.
-        return pytree.tree_map(torch.clone, self._results)
+        results, structure = pytree.tree_flatten(self._results)
+        copies = [torch.empty_like(result) for result in results]
+        _copy(copies, results)
+        return pytree.tree_unflatten(copies, structure)
+
+
+def _copy(buffers: list[Tensor], values: list[Tensor]) -> None:
+    """Copy values into buffers, those of one type in one launch: a step has dozens of each."""
+    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for buffer, value in zip(buffers, values, strict=True):
+        kinds.setdefault(value.dtype, []).append((buffer, value))
+    for pairs in kinds.values():
+        torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
 
 
 def _name(step: Step) -> str:

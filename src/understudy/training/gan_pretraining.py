@@ -34,6 +34,7 @@ from understudy.seeds import public_generator
 from understudy.synthetic import metadata
 from understudy.training.adam import Adam, AdamState
 from understudy.training.adversarial import Game, GeneratorStep, Loss, check_game, kept_at
+from understudy.training.augmentation import augmented
 from understudy.training.engine import Engine
 from understudy.training.pretraining import AUGMENTATIONS
 
@@ -249,7 +250,7 @@ class _Training:
         places = moved({"places": places}, self.engine.device)["places"]
         images = self.images[places]
         if self.augment is not None:
-            images = self.augment(images, drawn)
+            images = augmented(images, self.augment, drawn)
         return (images, self.labels[places]), drawn
 
 

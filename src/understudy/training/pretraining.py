@@ -25,18 +25,18 @@ from understudy.nets.encoders import COLOURS, NORM_EPS, Norm, ResNet18, StoredNo
 from understudy.nets.params import Params, moved, uniform_fan_in
 from understudy.progress import Progress
 from understudy.seeds import public_generator
-from understudy.training.augmentation import shifted, shifted_and_mirrored
+from understudy.training.augmentation import Augment, Shift
 from understudy.training.engine import Engine
 from understudy.training.pretrained import EncoderHeader
-from understudy.training.sgd import SGD, Augment, fit
+from understudy.training.sgd import SGD, fit
 
 ALL_RELUS = 17
 BATCH = 128
 TRUNK = "trunk."
 AUGMENTATIONS: dict[str, Augment | None] = {
     "none": None,
-    "shift": shifted,
-    "mirror": shifted_and_mirrored,
+    "shift": Shift(),
+    "mirror": Shift(mirror=True),
 }
 
 

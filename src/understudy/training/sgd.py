@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from understudy.nets.params import Network, Params, per_channel
+from understudy.training.augmentation import Augment
 from understudy.training.engine import Engine
 from understudy.training.siamese import changed
 
-Augment = Callable[[Tensor, torch.Generator], Tensor]
 Epochs = Callable[[range], Iterator[int]]
 MOST_REPEATED = 100
 """Equal steps that become one program: more would make it large, and show no progress."""
+AHEAD = 64
+"""Steps whose chances are drawn, and sent to the device, together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,31 @@ class SGDStep:
 
 
 @dataclass(frozen=True)
+class BatchStep:
+    """A step on some of the images, which are picked, changed and prepared on the way."""
+
+    step: SGDStep
+    shape: tuple[int, ...]
+    """Of an image."""
+    augment: Augment | None = None
+
+    def __call__(  # noqa: PLR0917
+        self,
+        state: State,
+        pixels: Tensor,
+        labels: Tensor,
+        picked: Tensor,
+        drawn: Params,
+        lr: Tensor,
+    ) -> State:
+        """Move parameters down the gradient on the picked rows of `pixels` (n, c * h * w)."""
+        images = pixels[picked].view(-1, *self.shape)
+        if self.augment is not None:
+            images = self.augment(images, drawn)
+        return self.step(state, self.step.network.prepare(images), labels[picked], lr)
+
+
+@dataclass(frozen=True)
 class RecordLoss:
     """The classification loss of one private record; runs behind the door."""
 
@@ -138,15 +165,45 @@ def fit(
             state = engine.run(step, state, prepared, labels, lr, times=len(list(equal)))
         return state[0]
     speed, lr = -1.0, torch.zeros((), device=images.device)
+    each = BatchStep(step, tuple(images.shape[1:]), augment)
+    pixels = images.flatten(1)
+    for when, picked, drawn in _picks(images, augment, sgd, generator, epochs):
+        if (now := sgd.lr_at(when)) != speed:
+            speed, lr = now, torch.full((), now, device=images.device)
+        state = engine.run(each, state, pixels, labels, picked, drawn, lr)
+    return state[0]
+
+
+Pick = tuple[float, Tensor, Params]
+"""When a step is, in epochs; which images it takes; what was drawn of their augmentation."""
+
+
+def _picks(
+    images: Tensor, augment: Augment | None, sgd: SGD, generator: torch.Generator, epochs: Epochs
+) -> Iterator[Pick]:
+    """Yield what each step needs of chance."""
+    ahead: list[Pick] = []
     for epoch in epochs(range(sgd.epochs)):
         batches = _batches(len(images), sgd.batch, generator)
-        for number, chosen in enumerate(batches):
-            place = chosen.to(images.device)
-            batch = images[place] if augment is None else augment(images[place], generator)
-            if (now := sgd.lr_at(epoch + number / len(batches))) != speed:
-                speed, lr = now, torch.full((), now, device=images.device)
-            state = engine.run(step, state, network.prepare(batch), labels[place], lr)
-    return state[0]
+        for number, picked in enumerate(batches):
+            shape = (len(picked), *images.shape[1:])
+            drawn = augment.draw(shape, generator) if augment is not None else {}
+            ahead.append((epoch + number / len(batches), picked, drawn))
+            if len(ahead) == AHEAD:
+                yield from _sent(ahead, images.device)
+                ahead = []
+    yield from _sent(ahead, images.device)
+
+
+def _sent(picks: Sequence[Pick], device: torch.device) -> Iterator[Pick]:
+    """Send what many steps need to a device, as one tensor of each kind: a transfer waits."""
+    columns = []
+    for parts in zip(*((picked, *drawn.values()) for _, picked, drawn in picks), strict=True):
+        sent = torch.cat([part.flatten() for part in parts]).to(device)
+        pieces = torch.split(sent, [part.numel() for part in parts])
+        columns.append([piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
+    for (when, _, drawn), (picked, *values) in zip(picks, zip(*columns, strict=True), strict=True):
+        yield when, picked, dict(zip(drawn, values, strict=True))
 
 
 def _batches(count: int, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:

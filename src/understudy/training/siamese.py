@@ -11,6 +11,7 @@ Images are normalised: what comes in from outside, or is cut out, is zero, the m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.nets.params import Params, moved
+from understudy.nets.params import Params
 
 NONE = "none"
 KINDS = ("color", "crop", "cutout", "flip", "scale", "rotate")
@@ -52,8 +53,9 @@ class Siamese:
                 )
         return cls(kinds)
 
-    def draw(self, sides: tuple[int, int], generator: torch.Generator) -> Params:
-        """Draw a change for images of these sides; `generator` is public."""
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Params:
+        """Draw a change for images of `shape` (..., h, w); `generator` is public."""
+        sides = shape[-2], shape[-1]
         number = torch.randint(len(self.kinds), (), generator=generator)
         kind = self.kinds[int(number)]
         # Always as many, so that what is drawn does not depend on what else there is to draw.
@@ -66,10 +68,9 @@ class Siamese:
         grid = F.affine_grid(torch.tensor(matrix)[None], [1, 1, *sides], align_corners=False)
         return {GRID: grid[0], KEPT: kept, COLOUR: colour}
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw a change and apply it to images (n, c, h, w)."""
-        height, width = images.shape[2:]
-        return changed(images, moved(self.draw((height, width), generator), images.device))
+    def __call__(self, images: Tensor, drawn: Params) -> Tensor:
+        """Apply a drawn change to images (n, c, h, w)."""
+        return changed(images, drawn)
 
 
 def changed(images: Tensor, change: Params) -> Tensor:
