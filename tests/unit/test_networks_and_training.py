@@ -174,9 +174,35 @@ def test_training_in_one_program_is_training_step_by_step(monkeypatch, augment):
     found = trained(engine)
     assert len(engine.compiled) == 2
     assert engine.said == []
-    monkeypatch.setattr("understudy.training.sgd.AHEAD", 2)
-    for other in (found, trained(plain)):
+    others = [found]
+    for ahead in (2, 3):  # with a rest of the nine steps, and without
+        monkeypatch.setattr("understudy.training.sgd.AHEAD", ahead)
+        others.append(trained(plain))
+    for other in others:
         assert all(torch.allclose(other[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_progress_counts_epochs_that_are_trained_not_drawn():
+    """Chances of many steps are drawn ahead; what is shown to the user must not run ahead."""
+    events = []
+
+    class Logging(ConvNet):
+        def prepare(self, images):
+            events.append("step")
+            return super().prepare(images)
+
+    def epochs(numbers):
+        for number in numbers:
+            events.append(number)
+            yield number
+
+    network = Logging((1, 8, 8), 2, width=2)
+    images, labels = torch.randn(30, 1, 8, 8), torch.arange(30) % 2
+    fit(
+        network, network.init(torch.Generator()), images, labels,
+        sgd=SGD(lr=0.1, epochs=3, batch=20), generator=torch.Generator(), epochs=epochs,
+    )  # fmt: skip
+    assert events == [0, "step", "step", 1, "step", "step", 2, "step", "step"]
 
 
 def test_augmentation_crops_scales_or_rotates_each_image():

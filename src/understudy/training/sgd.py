@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -167,10 +167,12 @@ def fit(
     speed, lr = -1.0, torch.zeros((), device=images.device)
     each = BatchStep(step, tuple(images.shape[1:]), augment)
     pixels = images.flatten(1)
-    for when, picked, drawn in _picks(images, augment, sgd, generator, epochs):
-        if (now := sgd.lr_at(when)) != speed:
-            speed, lr = now, torch.full((), now, device=images.device)
-        state = engine.run(each, state, pixels, labels, picked, drawn, lr)
+    picks = _picks(images, augment, sgd, generator)
+    for _ in epochs(range(sgd.epochs)):
+        for when, picked, drawn in islice(picks, -(-len(images) // sgd.batch)):
+            if (now := sgd.lr_at(when)) != speed:
+                speed, lr = now, torch.full((), now, device=images.device)
+            state = engine.run(each, state, pixels, labels, picked, drawn, lr)
     return state[0]
 
 
@@ -179,11 +181,11 @@ Pick = tuple[float, Tensor, Params]
 
 
 def _picks(
-    images: Tensor, augment: Augment | None, sgd: SGD, generator: torch.Generator, epochs: Epochs
+    images: Tensor, augment: Augment | None, sgd: SGD, generator: torch.Generator
 ) -> Iterator[Pick]:
     """Yield what each step needs of chance."""
     ahead: list[Pick] = []
-    for epoch in epochs(range(sgd.epochs)):
+    for epoch in range(sgd.epochs):
         batches = _batches(len(images), sgd.batch, generator)
         for number, picked in enumerate(batches):
             shape = (len(picked), *images.shape[1:])
