@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.method import Preset, setting
+from understudy.methods.method import (
+    Preset,
+    check_not_negative,
+    setting,
+)
 from understudy.methods.teachers import (
     SEEN,
     Classroom,
@@ -56,16 +60,13 @@ class DataLensConfig(TeachersConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top < 0:
-            raise InvalidSettings(f"top is {self.top}, expected 0 or more")
+        check_not_negative(self, "top", "clip")
         if self.compression not in COMPRESSIONS:
             raise InvalidSettings(
                 f"compression is '{self.compression}', expected one of {', '.join(COMPRESSIONS)}"
             )
         if not 0 <= self.threshold < 1:
             raise InvalidSettings(f"threshold is {self.threshold:g}, expected 0 to below 1")
-        if not 0 <= self.clip < math.inf:
-            raise InvalidSettings(f"clip is {self.clip:g}, expected 0 or more")
 
 
 def _paper(_: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from understudy.methods.method import (
     FEW_UNITS,
     Preset,
     check_at_least_one,
+    check_not_negative,
     check_positive,
     setting,
     small_or_paper,
@@ -100,9 +101,7 @@ class DPGANConfig:
         check_game(self)
         if self.network not in NETWORKS:
             raise InvalidSettings(f"network is '{self.network}', expected {' or '.join(NETWORKS)}")
-        for name in ("weight_clip", "count_ratio"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 or more")
+        check_not_negative(self, "weight_clip", "count_ratio")
         if not self.labelled and self.count_ratio:
             raise InvalidSettings(
                 f"count_ratio is {self.count_ratio:g} for a set without labels; leave it out"

@@ -20,8 +20,20 @@ import torch
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means, unbiased_gap
-from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
+from understudy.methods.fitting import (
+    GRAIN,
+    DistanceStep,
+    MeanEmbedding,
+    class_means,
+    unbiased_gap,
+)
+from understudy.methods.method import (
+    Preset,
+    check_at_least_one,
+    check_not_negative,
+    check_positive,
+    setting,
+)
 from understudy.nets.generators import ConvGenerator, DenseGenerator, GeneratorNetwork
 from understudy.nets.params import Params
 from understudy.privacy.curator import Curator
@@ -59,7 +71,7 @@ class DPHPConfig:
     lr: float = setting(0.01, "Learning rate of the generator.")
     decay: float = setting(0.81, "What the learning rate is multiplied by after each fifth.")
     unbiased: bool = setting(False, "Leave the product of an image with itself out of the loss.")
-    grain: float = setting(0.0, "Standard deviation of the noise on pixels of what is drawn.")
+    grain: float = setting(0.0, GRAIN)
 
     def __post_init__(self) -> None:
         check_at_least_one(
@@ -67,10 +79,7 @@ class DPHPConfig:
             "batch",
         )  # fmt: skip
         check_positive(self, "scale", "product_ratio", "sum_weight", "lr", "decay")
-        if not 0 <= self.grain < math.inf:
-            raise InvalidSettings(f"grain is {self.grain:g}, expected 0 or more")
-        if self.pairs < 0:
-            raise InvalidSettings(f"pairs is {self.pairs}, expected 0 or more")
+        check_not_negative(self, "grain", "pairs")
         if self.generator not in ("dense", "conv"):
             raise InvalidSettings(f"generator is '{self.generator}', expected dense or conv")
 

@@ -17,9 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from understudy.errors import InvalidSettings
 from understudy.methods.fitting import DistanceStep, MeanEmbedding, class_means, unbiased_gap
-from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
+from understudy.methods.method import (
+    Preset,
+    check_at_least_one,
+    check_not_negative,
+    check_positive,
+    setting,
+)
 from understudy.nets.generators import ConvGenerator
 from understudy.nets.params import Params
 from understudy.privacy.curator import Curator
@@ -58,8 +63,7 @@ class DPMERFConfig:
     def __post_init__(self) -> None:
         check_at_least_one(self, "images_per_class", "features", "code", "hidden", "steps", "batch")
         check_positive(self, "scale", "lr", "decay")
-        if self.finer < 0:
-            raise InvalidSettings(f"finer is {self.finer}, expected 0 or more")
+        check_not_negative(self, "finer")
 
 
 def _paper(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:

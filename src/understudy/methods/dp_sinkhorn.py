@@ -31,6 +31,7 @@ from understudy.methods.fitting import (
 from understudy.methods.method import (
     Preset,
     check_at_least_one,
+    check_not_negative,
     check_positive,
     setting,
     small_or_paper,
@@ -78,9 +79,7 @@ class DPSinkhornConfig:
     def __post_init__(self) -> None:
         check_at_least_one(self, "images_per_class", "steps", "batch", "generated", "code", "width")
         check_positive(self, "clip_norm", "temperature", "lr")
-        for name in ("absolute", "label_cost"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidSettings(f"{name} is {getattr(self, name):g}, expected 0 or more")
+        check_not_negative(self, "absolute", "label_cost")
         if not 0 <= self.fresh <= 1:
             raise InvalidSettings(f"fresh is {self.fresh:g}, expected a share from 0 to 1")
         if not 0 <= self.ema < 1:

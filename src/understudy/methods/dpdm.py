@@ -24,6 +24,7 @@ from understudy.methods.fitting import filled, leaves_of
 from understudy.methods.method import (
     Preset,
     check_at_least_one,
+    check_not_negative,
     check_positive,
     setting,
     small_or_paper,
@@ -83,9 +84,7 @@ class DPDMConfig:
         for name in ("average", "label_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 to below 1")
-        for name in ("churn", "churn_min", "guidance"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 or more")
+        check_not_negative(self, "churn", "churn_min", "guidance")
         if self.width % 2:
             raise InvalidSettings(f"width is {self.width}, expected an even number")
         if self.guidance and not self.label_dropout:

@@ -35,6 +35,8 @@ Distance = Callable[[Tensor, Tensor, Any], Tensor]
 ADAM = Adam()
 DRAWN_AHEAD = 100
 """Steps whose codes are drawn at once."""
+GRAIN = "Standard deviation of the noise on pixels of what is drawn."
+"""What a setting of that name says of itself."""
 SMALLEST_SHARE = 1e-3
 """Of a class, whatever the noise says of its count."""
 

@@ -19,9 +19,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from understudy.errors import InvalidSettings
 from understudy.methods.datalens import scaled
-from understudy.methods.method import Preset, check_at_least_one, setting
+from understudy.methods.method import (
+    Preset,
+    check_at_least_one,
+    check_not_negative,
+    setting,
+)
 from understudy.methods.teachers import (
     Classroom,
     Critic,
@@ -46,9 +50,7 @@ class GPATEConfig(TeachersConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least_one(self, "projections", "bins")
-        for name in ("threshold", "clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidSettings(f"{name} is {getattr(self, name):g}, expected 0 or more")
+        check_not_negative(self, "threshold", "clip")
 
 
 def _paper(_: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,19 +20,25 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 from torch.func import grad
-from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
-from understudy.methods.fitting import AdvisedState, AdvisedStep, filled, leaves_of
+from understudy.methods.fitting import (
+    GRAIN,
+    AdvisedState,
+    AdvisedStep,
+    filled,
+    leaves_of,
+)
 from understudy.methods.method import (
     Preset,
     check_at_least_one,
+    check_not_negative,
     check_positive,
     setting,
     small_or_paper,
 )
 from understudy.nets.generators import PixelNormGenerator
-from understudy.nets.params import Params, moved
+from understudy.nets.params import Params, moved, stacked
 from understudy.nets.released import Generator
 from understudy.nets.wgan import Critic
 from understudy.privacy.curator import Curator
@@ -62,6 +68,7 @@ class GSWGANConfig:
     batch: int = setting(16, "Images generated per step.")
     lr: float = setting(1e-3, "Learning rate of the generator.")
     ema: float = setting(0.999, "How much of the averaged generator stays, each step.")
+    grain: float = setting(0.0, GRAIN)
     code: int = setting(10, "Length of the generator's random code.")
     width: int = setting(32, "Channels of the generator's last maps.")
     critic_lr: float = setting(1e-3, "Learning rate of the critics.")
@@ -83,8 +90,7 @@ class GSWGANConfig:
             )
         if not 0 <= self.ema < 1:
             raise InvalidSettings(f"ema is {self.ema:g}, expected at least 0 and below 1")
-        if self.warm_up < 0:
-            raise InvalidSettings(f"warm_up is {self.warm_up}, expected 0 or more")
+        check_not_negative(self, "warm_up", "grain")
 
     @property
     def rate(self) -> float:
@@ -125,12 +131,9 @@ class EnsembleCritics:
             facts.shape, facts.classes, width=config.critic_width, depth=config.critic_depth
         )
         self.curator, self.config, self.learning = curator, config, Learning(network)
-        starts = [
-            self.learning.start(network.init(public_generator(seed, "critic", number)))
-            for number in range(config.critics)
-        ]
-        stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves).to(device), *starts)
-        self.ensemble = curator.ensemble(stacked, members=config.critics)
+        # All start alike: what they say then differs by their records alone, and adds up.
+        alike = self.learning.start(moved(network.init(public_generator(seed, "critic")), device))
+        self.ensemble = curator.ensemble(stacked(alike, config.critics), members=config.critics)
         self.lr = torch.full((), config.critic_lr, device=device)
 
     def advance(self, images: Tensor, labels: Tensor, turn: int) -> None:
@@ -191,6 +194,12 @@ def _paper(_: PublicFacts, __: float, ___: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _best(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return twice as many critics, of half as many records: half the noise on what they say."""
+    critics = given.get("critics", max(1, facts.units // 30))
+    return {"critics": critics, "asked": 0.04 * critics, "critic_batch": 15, "grain": 0.2}
+
+
 def _small(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings for a thousand small images: critics with a dozen records each."""
     critics = given.get("critics", max(1, min(100, facts.units // 4)))
@@ -215,6 +224,9 @@ class GSWGAN:
     config_class: ClassVar[type] = GSWGANConfig
     summary: ClassVar[str] = "a generator trained on noisy gradients of many small critics"
     presets: ClassVar[dict[str, Preset]] = {
+        "best": Preset(
+            _best, "MNIST's and Fashion-MNIST's training images, in trials on few critics"
+        ),
         "paper": Preset(_paper, "nothing: the paper's own settings have no usable guarantee"),
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
@@ -294,7 +306,7 @@ class GSWGAN:
 
     def drawn(self, state: AdvisedState) -> SyntheticSet:
         """Draw the set from the average generator, and keep that with it."""
-        released = Generator(self.network, state.average, statistics={})
+        released = Generator(self.network, state.average, statistics={}, grain=self.config.grain)
         count = self.config.images_per_class
         images, labels = released.sample(per_class=count, seed=self.seed)
         return SyntheticSet(images, labels, self.facts.class_names, generator=released)

@@ -44,6 +44,13 @@ def check_positive(config: Any, *names: str) -> None:
             raise InvalidSettings(f"{name} is {getattr(config, name)}, expected a positive number")
 
 
+def check_not_negative(config: Any, *names: str) -> None:
+    """Refuse a setting that is below 0, or not finite."""
+    for name in names:
+        if not 0 <= getattr(config, name) < float("inf"):
+            raise InvalidSettings(f"{name} is {getattr(config, name)}, expected 0 or more")
+
+
 @dataclass(frozen=True)
 class Preset:
     """Named settings, and the honest word on where they come from."""

@@ -24,7 +24,13 @@ from understudy.errors import InvalidSettings
 from understudy.methods.canvas import Canvas, Pixels, Prior, State, to_pixels
 from understudy.methods.class_counts import EQUAL, HISTOGRAM, given_counts, noisy_counts
 from understudy.methods.fitting import filled, leaves_of
-from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
+from understudy.methods.method import (
+    Preset,
+    check_at_least_one,
+    check_not_negative,
+    check_positive,
+    setting,
+)
 from understudy.nets.convnet import ConvNet
 from understudy.nets.generators import DCGANGenerator
 from understudy.nets.params import Params, moved, parameter_count
@@ -87,8 +93,7 @@ class PSGConfig:
             self, "images_per_class", "rounds", "outer", "batches", "inner", "batch", "width",
             "image_steps", "code",
         )  # fmt: skip
-        if not 0 <= self.smooth < float("inf"):
-            raise InvalidSettings(f"smooth is {self.smooth}, expected 0 or more")
+        check_not_negative(self, "smooth")
         for name in ("image_lr_end", "average"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 to 1")

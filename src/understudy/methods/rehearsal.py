@@ -32,7 +32,13 @@ from understudy.methods.class_gaussians import (
     clipped,
     upper_triangle,
 )
-from understudy.methods.method import Preset, check_at_least_one, check_positive, setting
+from understudy.methods.method import (
+    Preset,
+    check_at_least_one,
+    check_not_negative,
+    check_positive,
+    setting,
+)
 from understudy.methods.rehearsing import (
     AT_ONCE,
     Beyond,
@@ -114,9 +120,7 @@ class RehearsalConfig:
         )  # fmt: skip
         rates = ("refine_lr", "match_lr", "teacher_lr", "teacher_clip")
         check_positive(self, *rates, *(f.name for f in fields(self) if f.name.endswith("_share")))
-        for name in ("networks", "refine_steps", "match_steps", "teacher_steps"):
-            if getattr(self, name) < 0:
-                raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 or more")
+        check_not_negative(self, "networks", "refine_steps", "match_steps", "teacher_steps")
         if not self.networks and (self.refine_steps or self.match_steps):
             raise InvalidSettings(
                 "networks is 0, so there is nothing to refine or match images by; set refine_steps "

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
 from understudy.methods.fitting import (
+    GRAIN,
     DistanceStep,
     GeneratorFit,
     Schedule,
@@ -26,11 +27,17 @@ from understudy.methods.fitting import (
     filled,
     leaves_of,
 )
-from understudy.methods.method import check_at_least_one, check_positive, setting, small_or_paper
+from understudy.methods.method import (
+    check_at_least_one,
+    check_not_negative,
+    check_positive,
+    setting,
+    small_or_paper,
+)
 from understudy.nets.critics import DenseCritic, Teacher, logit_loss
 from understudy.nets.gallery import GalleryGenerator
 from understudy.nets.generators import DeconvGenerator, GeneratorNetwork
-from understudy.nets.params import Params, moved
+from understudy.nets.params import Params, moved, stacked
 from understudy.privacy.curator import Curator
 from understudy.privacy.ensemble import Ensemble, shard_size
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
@@ -67,6 +74,7 @@ class TeachersConfig:
     hidden: int = setting(256, "Width of a teacher's hidden layer.")
     norm: bool = setting(False, "Normalise batches inside teachers.")
     average: float = setting(0.0, "What the past counts in the average of generators; 0: the last.")
+    grain: float = setting(0.0, GRAIN)
     critic: str = setting(
         "network", "What a teacher judges by: a network, or the records that it remembers."
     )
@@ -80,6 +88,7 @@ class TeachersConfig:
             "teacher_steps", "first_steps", "code", "width", "hidden",
         )  # fmt: skip
         check_positive(self, "lr", "teacher_lr", "reach")
+        check_not_negative(self, "grain")
         if not 0 <= self.average < 1:
             raise InvalidSettings(f"average is {self.average:g}, expected 0 to below 1")
         if self.generator not in ("deconv", "gallery"):
@@ -98,7 +107,7 @@ def remembering(facts: PublicFacts, pictures: int) -> dict[str, Any]:
     return {
         "teachers": facts.units, "critic": "records", "teacher_steps": 1, "first_steps": 1,
         "batch": pictures * facts.classes, "generator": "gallery", "code": pictures,
-        "falling": True,
+        "falling": True, "grain": 0.2,
     }  # fmt: skip
 
 
@@ -239,11 +248,6 @@ class RecordsCritic:
         return self.records
 
 
-def stacked(state: Any, members: int) -> Any:
-    """Return the state of so many members that are all in this one."""
-    return pytree.tree_map(lambda leaf: leaf.expand(members, *leaf.shape), state)
-
-
 def wish(teacher: Teacher | DenseCritic, params: Params, shown: Shown) -> Tensor:
     """Return how images should change to look more real to a teacher (n, pixels)."""
 
@@ -336,7 +340,8 @@ class Classroom:
 
     def drawn(self) -> SyntheticSet:
         """Draw the set from the generator."""
-        return self._fit.drawn(self.public["average"], self.config.images_per_class)
+        config = self.config
+        return self._fit.drawn(self.public["average"], config.images_per_class, grain=config.grain)
 
 
 class TaughtGenerator(ABC):
