@@ -15,7 +15,7 @@ Our own; what it owes to others: see docs/methods/rehearsal.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -25,10 +25,8 @@ from torch import Tensor
 from understudy.errors import InvalidSettings
 from understudy.methods.acts import Acts
 from understudy.methods.class_gaussians import (
-    SMALLEST,
     ClassGaussians,
     class_differences,
-    class_sizes,
     clipped,
     upper_triangle,
 )
@@ -52,6 +50,7 @@ from understudy.methods.rehearsing import (
     warm_start,
     whitening,
 )
+from understudy.methods.sized_sums import SizedSums, noise_of
 from understudy.nets.convnet import ConvNet
 from understudy.nets.frequencies import low_frequencies
 from understudy.nets.params import Params, moved, per_channel
@@ -59,14 +58,14 @@ from understudy.nets.rehearsed import RehearsedGenerator
 from understudy.nets.released import Generator
 from understudy.nets.scattering import Scattering
 from understudy.privacy.curator import Curator
-from understudy.privacy.plan import Block, Plan, PlannedRelease, PublicFacts, joint_bound
+from understudy.privacy.plan import Block, Plan, PlannedRelease, PublicFacts
 from understudy.privacy.records import View
-from understudy.privacy.releases.class_sums import Embedding
 from understudy.progress import Progress
 from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 from understudy.training.engine import Engine
+from understudy.training.siamese import KINDS, NONE, Siamese
 
 LARGE = 200
 """Images per class from which on a set is drawn from the generator, and labelled by the teacher."""
@@ -77,8 +76,8 @@ TEACHABLE = 5000
 """Records of a class, times epsilon, from which on a teacher is worth its budget."""
 WAVES = 0.22
 """Waves of an image, as a share of its pixels; at least 36, at most 171."""
-COUNTS = 3.0
-"""Where units have several records: noise on the count beside each sum, relative to the sum's."""
+CHANGES = "crop,scale,rotate"
+"""How networks see images changed; those who train on a set change its images, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +95,9 @@ class RehearsalConfig:
         True, "Ask how features differ from those of samples; else for features as such."
     )
     width: int = setting(128, "Filters per convolution of these networks.")
+    augment: str = setting(
+        NONE, f"How each sees all images changed, in its own way: some of {','.join(KINDS)}."
+    )
     refine_steps: int = setting(3000, "Steps of the refiner; 0: samples are left as they are.")
     refine_batch: int = setting(400, "Samples per step of the refiner.")
     refine_lr: float = setting(1e-3, "Learning rate of the refiner.")
@@ -121,6 +123,7 @@ class RehearsalConfig:
         rates = ("refine_lr", "match_lr", "teacher_lr", "teacher_clip")
         check_positive(self, *rates, *(f.name for f in fields(self) if f.name.endswith("_share")))
         check_not_negative(self, "networks", "refine_steps", "match_steps", "teacher_steps")
+        _ = Siamese.parse(self.augment)  # which checks itself
         if not self.networks and (self.refine_steps or self.match_steps):
             raise InvalidSettings(
                 "networks is 0, so there is nothing to refine or match images by; set refine_steps "
@@ -168,7 +171,7 @@ def _quick(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict
     """Return settings for two cores and a quarter of an hour: fewer and narrower networks."""
     settings = {
         "samples": 2000, "networks": 16, "width": 32, "refine_steps": 400, "refine_batch": 200,
-        "hidden": 16, "match_steps": 1500,
+        "hidden": 16, "match_steps": 1500, "augment": CHANGES,
     }  # fmt: skip
     return settings | _by_facts(facts, epsilon, given)
 
@@ -178,6 +181,7 @@ def _small(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict
     settings = {
         "components": 20, "samples": 500, "networks": 40, "width": 16, "refine_steps": 200,
         "refine_batch": 100, "refine_lr": 5e-3, "hidden": 16, "match_steps": 600, "taught": 200,
+        "augment": CHANGES,
     }  # fmt: skip
     return settings | _by_facts(facts, epsilon, given)
 
@@ -223,32 +227,27 @@ class Rehearsal:
         pixels = facts.shape[1] * facts.shape[2]
         self.spread = math.sqrt(pixels * sum(std**2 for std in facts.std))
         """Root mean square of an image, if pixels vary as declared."""
-        # What a unit of several records adds is scaled as a whole, in each answer by another
-        # factor. So each answer then says itself how many records it is of.
-        count = Block(name="counts", dimension=1, ratio=COUNTS)
-        self.counts = () if facts.one_each else (count,)
+        self.sums = SizedSums(facts)
 
     # What is asked
 
     def plan(self) -> Plan:
         """The lines that the settings ask for, under one budget."""
-        config, waves = self.config, len(self.waves)
+        config, waves, planned = self.config, len(self.waves), self.sums.planned
         long, middle, short = (bound * self.spread for bound in (LONG, MIDDLE, SHORT))
-        counts = Block(name="counts", dimension=1)
         mean = Block(name="mean", dimension=waves, bound=long, by_class=False)
         means = Block(name="means", dimension=waves, bound=middle)
         moments = Block(name="moments", dimension=waves * (waves + 1) // 2, bound=short**2)
         lines = [
-            self._sums("overview", config.overview_share, counts, mean),
-            self._sums("means", config.means_share, means, *self.counts),
-            self._sums("moments", config.moments_share, moments, *self.counts),
+            planned("overview", config.overview_share, mean, counts=True),
+            planned("means", config.means_share, means),
+            planned("moments", config.moments_share, moments),
         ]
         if config.networks:
             size = self.network.init(public_generator(self.seed, "plan"))["linear.weight"].shape[1]
-            blocks = (Block(name="features", dimension=size), *self.counts)
-            lines.append(
-                self._sums("features", config.features_share, *blocks, count=config.networks)
-            )
+            features = Block(name="features", dimension=size)
+            share, count = config.features_share, config.networks
+            lines.append(planned("features", share, features, count=count))
         if config.teacher_steps:
             lines.append(
                 PlannedRelease(
@@ -260,17 +259,6 @@ class Rehearsal:
                 )
             )
         return Plan(tuple(lines))
-
-    def _sums(self, name: str, share: float, *blocks: Block, count: int = 1) -> PlannedRelease:
-        classes = self.facts.classes
-        return PlannedRelease(
-            name=name,
-            kind="class_sums",
-            count=count,
-            dimension=sum(block.sums(classes) * block.dimension for block in blocks),
-            noise_ratio=math.sqrt(count / share),
-            blocks=blocks,
-        )
 
     # The method
 
@@ -294,40 +282,37 @@ class Rehearsal:
 
     def _overview(self, curator: Curator) -> tuple[Tensor, Tensor]:
         """Ask how large the classes are, and for the mean of all records, in waves."""
-        line = curator.plan["overview"]
-        waves = self.waves.to(curator.engine.device)
+        facts, waves = self.facts, self.waves.to(curator.engine.device)
 
         def embed(image: Tensor) -> list[Tensor]:
-            seen = waves @ self._centred(image)
-            return [seen.new_ones(1), clipped(seen, LONG * self.spread)]
+            return [clipped(waves @ self._centred(image), LONG * self.spread)]
 
-        found = curator.class_sums(Embedding(embed, line.blocks), release="overview")
-        sizes = self._counted(curator, line, found, self.facts.units)
+        equal = waves.new_full((facts.classes,), facts.units / facts.classes)
+        found, sizes = self.sums.asked(curator, "overview", embed, equal, takes_label=False)
         return sizes, found["mean"] / sizes.sum()
 
     def _gaussians(self, curator: Curator, sizes: Tensor, mean: Tensor) -> ClassGaussians:
         """Ask for means, then for second moments about them; fit a Gaussian to each class."""
-        first, second = curator.plan["means"], curator.plan["moments"]
         waves = self.waves.to(curator.engine.device)
         middle, short = MIDDLE * self.spread, SHORT * self.spread
 
         def from_all(image: Tensor) -> list[Tensor]:
             return [clipped(waves @ self._centred(image) - mean, middle)]
 
-        found, sizes = self._asked(curator, first, from_all, sizes, takes_label=False)
-        noise_std = middle * self._noise(curator, first)
+        found, sizes = self.sums.asked(curator, "means", from_all, sizes, takes_label=False)
+        noise_std = middle * noise_of(curator, "means")
         means = mean + class_differences(found["means"], sizes, noise_std)
 
         def from_class(image: Tensor, label: Tensor) -> list[Tensor]:
             differs = clipped(waves @ self._centred(image) - means[label], short)
             return [upper_triangle(differs)]
 
-        found, sizes = self._asked(curator, second, from_class, sizes)
+        found, sizes = self.sums.asked(curator, "moments", from_class, sizes)
         fitted = ClassGaussians.fitted(
             means,
             found["moments"],
             sizes=sizes,
-            noise_std=short**2 * self._noise(curator, second),
+            noise_std=short**2 * noise_of(curator, "moments"),
             waves=waves,
             components=self.generator.code,
         )
@@ -345,53 +330,21 @@ class Rehearsal:
         config, device, classes = self.config, curator.engine.device, self.facts.classes
         if not config.networks:
             return []
-        line, lens = curator.plan["features"], self._lens(device)
+        lens = self._lens(device)
         plain = replace(self.generator, hidden=0, warps=False, taught=0)
         images, labels = self._samples(plain, fixed, "plain")
         sights = []
         for number in progress.steps(range(config.networks), what="features"):
-            drawn = self.network.init(public_generator(self.seed, "network", number))
-            beyond = Beyond.found(lens, moved(drawn, device), images, labels, classes=classes)
+            weights = moved(lens.drawn(self.seed, number), device)
+            beyond = Beyond.found(lens, weights, images, labels, classes=classes)
             beyond = beyond if config.centre else beyond.as_such()
             made = curator.released
-            found, counted = self._asked(curator, line, beyond, sizes)
+            found, counted = self.sums.asked(curator, "features", beyond, sizes)
             if curator.released > made:  # and not only repeated, after a run was cut off
                 curator.checkpoint(0, {})
             target = beyond.target(found["features"], counted)
             sights.append(Sight(beyond.weights, target))
         return sights
-
-    def _asked(
-        self,
-        curator: Curator,
-        line: PlannedRelease,
-        function: Callable[..., list[Tensor]],
-        sizes: Tensor,
-        *,
-        takes_label: bool = True,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Ask for the sums of a line; return them, and the sizes of classes to divide them by."""
-
-        def counting(*record: Tensor) -> list[Tensor]:
-            return [*function(*record), record[0].new_ones(1)]
-
-        embed = counting if self.counts else function
-        embedding = Embedding(embed, line.blocks, takes_label=takes_label)
-        found = curator.class_sums(embedding, release=line.name)
-        if self.counts:
-            sizes = self._counted(curator, line, found, float(sizes.sum()))
-        return found, sizes
-
-    def _counted(
-        self, curator: Curator, line: PlannedRelease, found: dict[str, Tensor], total: float
-    ) -> Tensor:
-        """Return the sizes of classes, as a line counts them: of records, or of scaled ones."""
-        noisy = found["counts"].flatten()
-        (ratio,) = (block.ratio for block in line.blocks if block.name == "counts")
-        noise_std = ratio * self._noise(curator, line)
-        if self.counts:  # nothing says how many there should be
-            total = max(float(noisy.sum()), SMALLEST * total)
-        return class_sizes(noisy, total, noise_std)
 
     def _refined(self, acts: Acts, curator: Curator, fixed: Params, sights: list[Sight]) -> Params:
         """Train the refiner, each step on other samples and through another network."""
@@ -475,7 +428,8 @@ class Rehearsal:
         return replace(self.generator, warps=False, taught=0)
 
     def _lens(self, device: torch.device) -> Lens:
-        return Lens(self.network.on(device), self.facts.mean, self.facts.std)
+        changes = Siamese.parse(self.config.augment)
+        return Lens(self.network.on(device), self.facts.mean, self.facts.std, changes)
 
     def _centred(self, image: Tensor) -> Tensor:
         """Take the declared mean from an image (c, h, w); return its pixels in a row."""
@@ -493,11 +447,6 @@ class Rehearsal:
         parts = zip(torch.split(codes, AT_ONCE), torch.split(labels, AT_ONCE), strict=True)
         images = [network(params, code.to(device), label).clamp(0, 1) for code, label in parts]
         return torch.cat(images), labels
-
-    def _noise(self, curator: Curator, line: PlannedRelease) -> float:
-        """Return the standard deviation of the noise on a line's sums, in bounds."""
-        multiplier = curator.calibration.noise_multiplier
-        return multiplier * line.noise_ratio * joint_bound(line.blocks)
 
     @staticmethod
     def _number(value: float, engine: Engine) -> Tensor:

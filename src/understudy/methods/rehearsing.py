@@ -19,7 +19,9 @@ from understudy.methods.fitting import class_means, unbiased_gap
 from understudy.nets.convnet import ConvNet
 from understudy.nets.params import Params, per_channel
 from understudy.nets.rehearsed import RehearsedGenerator
+from understudy.seeds import public_generator
 from understudy.training.adam import Adam, AdamState
+from understudy.training.siamese import Siamese, changed
 
 ADAM = Adam(betas=(0.9, 0.99))
 AT_ONCE = 500
@@ -42,11 +44,22 @@ class Lens:
     network: ConvNet
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    changes: Siamese | None = None
+    """How images may be changed before a network sees them, all in the same way."""
+
+    def drawn(self, seed: int, number: int) -> Params:
+        """Draw the weights of a network, and a change of what it sees, if there is to be one."""
+        weights = self.network.init(public_generator(seed, "network", number))
+        if self.changes is None:
+            return weights
+        generator = public_generator(seed, "change", number)
+        return weights | self.changes.draw(self.network.shape, generator)
 
     def __call__(self, weights: Params, images: Tensor) -> Tensor:
         """Map images (n, c, h, w) in [0, 1] to features (n, d)."""
         normalised = (images - per_channel(self.mean, images)) / per_channel(self.std, images)
-        found = self.network.features(weights, self.network.prepare(normalised))
+        prepared = self.network.prepare(changed(normalised, weights))
+        found = self.network.features(weights, prepared)
         return F.normalize(found.to(images.dtype), dim=1)
 
 

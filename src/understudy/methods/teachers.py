@@ -107,7 +107,7 @@ def remembering(facts: PublicFacts, pictures: int) -> dict[str, Any]:
     return {
         "teachers": facts.units, "critic": "records", "teacher_steps": 1, "first_steps": 1,
         "batch": pictures * facts.classes, "generator": "gallery", "code": pictures,
-        "falling": True, "grain": 0.2,
+        "falling": True,
     }  # fmt: skip
 
 
