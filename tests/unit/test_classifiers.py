@@ -104,7 +104,7 @@ def test_every_network_was_counted():
         assert f"{count:,}".replace(",", " ") in page
         assert f"`{name}`" in page
     assert {name for name, *_ in SIZES} == set(MODULES)
-    assert set(NETWORKS) == {"convnet", *MODULES}
+    assert set(NETWORKS) == {"convnet", "scatternet", *MODULES}
 
 
 @pytest.mark.parametrize(

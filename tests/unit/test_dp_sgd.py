@@ -14,8 +14,10 @@ from static import static_engine
 from trained import train
 from understudy.data.images import Normalisation
 from understudy.errors import InvalidData, InvalidSettings, VerificationFailed
+from understudy.methods import dp_sgd
 from understudy.methods.dp_sgd import DPSGD, DPSGDConfig, NoisyStep
-from understudy.privacy.plan import Budget
+from understudy.methods.method import configure
+from understudy.privacy.plan import Budget, PublicFacts
 from understudy.privacy.randomness import InjectedRandomness
 from understudy.progress import Progress
 from understudy.runs import CLASSIFIER_FILE
@@ -38,13 +40,21 @@ def opened(vault, method, ledger, folder, **options):
     )  # fmt: skip
 
 
-def test_steps_are_those_of_plain_clipped_sgd(ledger, tmp_path):
-    """Without noise and with every unit in the batch, a loop over records gives the same."""
+@pytest.mark.parametrize(
+    ("network", "seen_at_most"), [("convnet", 0), ("scatternet", 2**32), ("scatternet", 0)]
+)
+def test_steps_are_those_of_plain_clipped_sgd(network, seen_at_most, ledger, tmp_path, monkeypatch):
+    """Without noise and with every unit in the batch, a loop over records gives the same.
+
+    It does not matter whether coefficients are computed once, or in each step.
+    """
+    monkeypatch.setattr(dp_sgd, "SEEN_AT_MOST", seen_at_most)
     vault = a_vault(ledger, some_images(6))
     facts = vault.facts
     config = DPSGDConfig(
-        steps=3, batch=3, clip_norm=0.3, lr=0.7, lr_end=0.5, momentum=0.9, average=0.15, width=3
-    )
+        steps=3, batch=3, clip_norm=0.3, lr=0.7, lr_end=0.5, momentum=0.9, average=0.15, width=3,
+        network=network,
+    )  # fmt: skip
     method = DPSGD(config, facts, seed=2)
     everyone = InjectedRandomness(
         uniform=lambda count: chosen(*range(6), of=count),
@@ -103,12 +113,25 @@ def test_it_learns_to_read_digits(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [{"steps": 0}, {"clip_norm": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"average": 1.0},
-     {"average": -0.1}, {"lr_end": 2.0}, {"batch": 61}],
+     {"average": -0.1}, {"lr_end": 2.0}, {"batch": 61}, {"network": "lenet"}],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_and_leave_nothing(tmp_path, wrong):
     with pytest.raises(InvalidSettings):
         train(tmp_path, settings=wrong)
     assert not (tmp_path / "run.partial").exists()
+
+
+def test_the_best_preset_learns_one_layer_boldly_where_noise_is_small():
+    facts = PublicFacts(
+        units=1000, class_names=("a", "b"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,)
+    )
+
+    def best(epsilon, **given):
+        return configure(DPSGD, facts, epsilon, preset="best", settings=given).config
+
+    assert [best(epsilon).lr for epsilon in (1, 9, 11)] == [2.0, 2.0, 8.0]
+    assert best(1).network == "scatternet"
+    assert best(1, network="convnet").width == 64
 
 
 # Going on from a released classifier
@@ -153,6 +176,7 @@ def test_what_has_no_guarantee_gives_none(trained_runs, tmp_path):
     ("change", "says"),
     [
         ({"settings": {"width": 5}}, "pass --width 4"),
+        ({"settings": {"network": "scatternet"}}, "pass --network convnet"),
         ({"data": some_images(60, classes=2)}, "expected the same"),
         ({"data": some_images(60, shape=(1, 12, 12))}, "expected the same"),
     ],

@@ -9,6 +9,7 @@ import torch
 
 from understudy.nets.frequencies import low_frequencies
 from understudy.nets.scattering import Scattering, _filters
+from understudy.nets.scatternet import ScatterNet
 
 CPU = torch.device("cpu")
 CENTRE_OF_FINE = 3 * math.pi / 4
@@ -64,6 +65,26 @@ def convolved(image, spectrum):
         for right in range(width):
             total += taps[down, right] * torch.roll(image.to(total.dtype), (down, right), (0, 1))
     return total
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 64, 64)])
+def test_groups_are_the_maps_that_are_made_together(shape, monkeypatch):
+    """And each of them, of each channel, is normalised as one."""
+    made, blurred = [], Scattering._blurred
+
+    def watched(self, spectrum, blur, scale):
+        made.append(spectrum.shape[2])
+        return blurred(self, spectrum, blur, scale)
+
+    monkeypatch.setattr(Scattering, "_blurred", watched)
+    like, images = Scattering(shape), pictures(2, shape)
+    found = like(images).view(2, shape[0], like.paths, -1)
+    assert tuple(made) == like.groups
+    sizes = list(made)
+    seen = ScatterNet(shape, 3).prepare(images).view(found.shape)
+    for part, own in zip(torch.split(found, sizes, 2), torch.split(seen, sizes, 2), strict=True):
+        std, mean = torch.std_mean(part, (2, 3), correction=0, keepdim=True)
+        assert torch.allclose(own, (part - mean) / (std**2 + 1e-5).sqrt(), atol=1e-3)
 
 
 def test_a_first_order_is_a_blurred_modulus_of_a_plain_convolution():

@@ -32,18 +32,25 @@ from understudy.methods.method import (
 from understudy.nets.convnet import ConvNet
 from understudy.nets.params import Params, moved, parameter_count
 from understudy.nets.released import Classifier
+from understudy.nets.scatternet import ScatterNet
 from understudy.privacy import certificate as certificates
 from understudy.privacy.certificate import Certificate
 from understudy.privacy.curator import Curator
+from understudy.privacy.gradients import Loss
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
+from understudy.privacy.records import View
 from understudy.progress import Progress
 from understudy.provenance import PublicInput
 from understudy.runs import CLASSIFIER_FILE, classifier_file
 from understudy.seeds import public_generator
 from understudy.training.average import averaged, decay_at
-from understudy.training.sgd import RecordLoss
+from understudy.training.sgd import Prepared, RecordLoss, SeenLoss
 
-NETWORK = "convnet"
+NETWORKS = ("convnet", "scatternet")
+BOLD = 10_000
+"""Units, times epsilon, from which on one layer takes bold steps."""
+SEEN_AT_MOST = 2**32
+"""Bytes of what a network makes of all records at once, if it can: 4 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,10 @@ class DPSGDConfig:
     average: float = setting(
         0.0, "Decay of the moving average of parameters that is released; 0: the last ones are."
     )
-    width: int = setting(128, "Filters per convolution of the network.")
+    network: str = setting(
+        "convnet", "What learns: a convnet, or one layer on scattering coefficients, a scatternet."
+    )
+    width: int = setting(128, "Filters per convolution of the convnet.")
     start: str = setting(
         "", "A released classifier to go on from: its run, or its file; by default none."
     )
@@ -70,6 +80,8 @@ class DPSGDConfig:
         for name in ("momentum", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}, expected 0 to below 1")
+        if self.network not in NETWORKS:
+            raise InvalidSettings(f"network is '{self.network}', expected {' or '.join(NETWORKS)}")
         if not 0 <= self.lr_end <= 1:
             raise InvalidSettings(f"lr_end is {self.lr_end}, expected 0 to 1")
 
@@ -83,15 +95,26 @@ def _paper(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any
     return {"steps": max(1, round(10 * facts.units / 256))}
 
 
-def _best(facts: PublicFacts, epsilon: float, _: Mapping[str, Any]) -> dict[str, Any]:
-    """Return large batches, fewer steps, momentum, and the average of the parameters."""
-    return {
-        "steps": 1500 if epsilon >= 5 else 500,
-        "batch": max(1, round(facts.units / 15)),
-        "lr_end": 0.1,
-        "momentum": 0.9,
-        "average": 0.99,
-        "width": 64,
+def _best(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return large batches, few steps, momentum, and the average of the parameters.
+
+    One layer takes bold steps where noise does not lead them astray.
+    """
+    settings = {"lr_end": 0.1, "momentum": 0.9}
+    if given.get("network") == "convnet":
+        steps, batch = 1500 if epsilon >= 5 else 500, facts.units / 15
+        return settings | {
+            "steps": steps,
+            "batch": max(1, round(batch)),
+            "average": 0.99,
+            "width": 64,
+        }
+    return settings | {
+        "network": "scatternet",
+        "steps": 200,
+        "batch": max(1, round(facts.units / 5)),
+        "lr": 8.0 if epsilon * facts.units >= BOLD else 2.0,
+        "average": 0.95,
     }
 
 
@@ -151,8 +174,8 @@ class Start:
         )
         return cls(classifier, certificate, origin)
 
-    def check(self, network: ConvNet, facts: PublicFacts) -> None:
-        """Refuse a classifier of other images, classes or width."""
+    def check(self, config: DPSGDConfig, facts: PublicFacts) -> None:
+        """Refuse a classifier of other images or classes, or of another network."""
         found, names = self.classifier, facts.all_classes
         if (found.shape, sorted(found.class_names)) != (facts.shape, sorted(names)):
             raise InvalidSettings(
@@ -160,10 +183,15 @@ class Start:
                 f"classes {', '.join(found.class_names[:5])}, the data set {facts.shape} and "
                 f"{', '.join(names[:5])}; expected the same"
             )
-        if found.name != NETWORK or found.width != network.width:
+        if found.name != config.network:
+            raise InvalidSettings(
+                f"the classifier to start from is a {found.name}, the settings say "
+                f"{config.network}; pass --network {found.name}"
+            )
+        if found.name == "convnet" and found.width != config.width:
             raise InvalidSettings(
                 f"the classifier to start from is a {found.name} of width {found.width}, the "
-                f"settings say {NETWORK} of width {network.width}; pass --width {found.width}"
+                f"settings say width {config.width}; pass --width {found.width}"
             )
 
     def check_guarantee(self, curator: Curator) -> None:
@@ -184,8 +212,8 @@ class DPSGD:
         "paper": Preset(_paper, "nothing: ordinary settings, with the network of the PSG paper"),
         "best": Preset(
             _best,
-            "learning rates alone, on a held-out sixth of MNIST's and Fashion-MNIST's training "
-            "records, with smaller networks and fewer steps",
+            "digits and USPS, including their test splits; of the convnet, learning rates alone, "
+            "on a held-out sixth of MNIST's and Fashion-MNIST's training records",
         ),
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
@@ -196,7 +224,12 @@ class DPSGD:
         self.config, self.facts, self.seed = config, facts, seed
         others = [name for name in facts.all_classes if name not in facts.class_names]
         self.classes = (*facts.class_names, *others)  # own ones first: labels are their places
-        self.network = ConvNet(facts.shape, len(self.classes), config.width)
+        shape, classes = facts.shape, len(self.classes)
+        self.network: ConvNet | ScatterNet = (
+            ScatterNet(shape, classes)
+            if config.network == "scatternet"
+            else ConvNet(shape, classes, config.width)
+        )
 
     @cached_property
     def start(self) -> Start | None:
@@ -204,7 +237,7 @@ class DPSGD:
         if not self.config.start:
             return None
         start = Start.load(Path(self.config.start))
-        start.check(self.network, self.facts)
+        start.check(self.config, self.facts)
         return start
 
     @property
@@ -232,11 +265,11 @@ class DPSGD:
         if self.start:
             self.start.check_guarantee(curator)
         first = self._first()
-        loss = RecordLoss(self.network.on(engine.device), first.mean, first.std)
+        loss, view = self._loss(first, engine.device)
         step_forward = NoisyStep(config.momentum)
         done, state = self._restored(curator, first.params)
         for step in progress.steps(range(done, config.steps), spent=curator.epsilon_spent):
-            slopes = curator.gradient(loss, state[0], clip_norm=config.clip_norm)
+            slopes = curator.gradient(loss, state[0], clip_norm=config.clip_norm, view=view)
             lr, decay = (
                 torch.full((), value, device=engine.device)
                 for value in (config.lr_at(step), decay_at(step, most=config.average))
@@ -246,13 +279,23 @@ class DPSGD:
             curator.checkpoint(step + 1, {"state": leaves_of(state)}, so_far)
         return _with_average(first, state)
 
+    def _loss(self, first: Classifier, device: torch.device) -> tuple[Loss, View | None]:
+        """Return a record's loss, and what of the work on a record is done once for all steps."""
+        network, facts = self.network, self.facts
+        if isinstance(network, ConvNet):
+            return RecordLoss(network.on(device), first.mean, first.std), None
+        records = facts.units * (facts.max_per_unit or 1)
+        if 4 * records * network.scattering.dimension > SEEN_AT_MOST:
+            return RecordLoss(network, first.mean, first.std), None
+        return SeenLoss(network), View(Prepared(network, first.mean, first.std))
+
     def _first(self) -> Classifier:
         """Return the classifier before the first step; one to go on from keeps its constants."""
         if self.start:
             return self.start.classifier.ordered(self.classes)
         facts = self.facts
         return Classifier(
-            name=NETWORK,
+            name=self.config.network,
             shape=facts.shape,
             width=self.config.width,
             class_names=self.classes,

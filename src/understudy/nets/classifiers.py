@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from understudy.nets.convnet import ConvNet
 from understudy.nets.modules import Shape, Sum, draw, skeleton
 from understudy.nets.params import Network, Params
+from understudy.nets.scatternet import ScatterNet
 
 Norm = Callable[[int], nn.Module]
 SMALLEST_MAP = 2
@@ -340,6 +341,7 @@ def _named(name: str) -> Callable[[Shape, int, int], Network]:
 
 NETWORKS: dict[str, Callable[[Shape, int, int], Network]] = {
     "convnet": ConvNet,
+    "scatternet": lambda shape, classes, _: ScatterNet(shape, classes),
     **{name: _named(name) for name in MODULES},
 }
 """Name -> constructor from shape, classes and the ConvNet's width."""

@@ -45,9 +45,19 @@ class Scattering:
 
     @property
     def paths(self) -> int:
-        """Number of maps of one channel: blurred, after one wavelet, after two."""
-        scales, around = self.scales, self.orientations
-        return 1 + scales * around + scales * (scales - 1) // 2 * around**2
+        """Number of maps of one channel."""
+        return sum(self.groups)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Numbers of maps that differ in orientation alone, in their order.
+
+        The blurred image; of each scale, after its wavelets, then after a coarser one's as well.
+        """
+        sizes = [1]
+        for scale in range(self.scales):
+            sizes += [self.orientations, *[self.orientations**2] * (self.scales - 1 - scale)]
+        return tuple(sizes)
 
     @property
     def dimension(self) -> int:

@@ -124,6 +124,32 @@ class RecordLoss:
         return F.cross_entropy(self.network(theta, changed(normalised[None], theta)), label[None])
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a network makes of one private record without its parameters; runs behind the door."""
+
+    network: Network
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Prepare `image` (c, h, w), pixels in [0, 1]."""
+        normalised = (image - per_channel(self.mean, image)) / per_channel(self.std, image)
+        prepared: Tensor = self.network.prepare(normalised[None])
+        return prepared[0]
+
+
+@dataclass(frozen=True)
+class SeenLoss:
+    """The classification loss of one private record that was prepared; runs behind the door."""
+
+    network: Network
+
+    def __call__(self, theta: Params, seen: Tensor, label: Tensor) -> Tensor:
+        """Return the loss of what was made of a record, under the network's parameters."""
+        return F.cross_entropy(self.network.logits(theta, seen[None]), label[None])
+
+
 def mean_loss(network: Network, params: Params, images: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy of normalised `images`."""
     return F.cross_entropy(network(params, images), labels)
