@@ -268,6 +268,16 @@ def test_small_sets_move_pixels_and_large_ones_have_a_teacher_where_records_suff
         assert plain.features_share == settings_of(many, 1).features_share
 
 
+@pytest.mark.parametrize("preset", ["quick", "small"])
+def test_networks_see_changes_where_a_small_set_has_budget(preset):
+    def seen(epsilon, **given):
+        many = replace(FACTS, units=30_000)
+        return configure(Rehearsal, many, epsilon, preset=preset, settings=given).config.augment
+
+    assert seen(1.9) == seen(10, images_per_class=200) == seen(10, augment="none") == "none"
+    assert seen(2) == seen(10) == "crop,scale,rotate"
+
+
 def test_little_budget_goes_to_class_means_first():
     shares = [settings_of(FACTS, epsilon).means_share for epsilon in (0.1, 100, 1e4, math.inf)]
     assert shares == sorted(shares, reverse=True)

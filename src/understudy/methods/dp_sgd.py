@@ -23,11 +23,11 @@ from understudy.errors import InvalidSettings, VerificationFailed
 from understudy.files import file_digest
 from understudy.methods.fitting import filled, leaves_of
 from understudy.methods.method import (
+    FEW_UNITS,
     Preset,
     check_at_least_one,
     check_positive,
     setting,
-    small_or_paper,
 )
 from understudy.nets.convnet import ConvNet
 from understudy.nets.params import Params, moved, parameter_count
@@ -218,7 +218,10 @@ class DPSGD:
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
 
-    default_preset = staticmethod(small_or_paper)
+    @staticmethod
+    def default_preset(facts: PublicFacts) -> str:
+        """Choose `small` for few units."""
+        return "small" if facts.units < FEW_UNITS else "best"
 
     def __init__(self, config: DPSGDConfig, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed

@@ -72,6 +72,8 @@ LARGE = 200
 LONG, MIDDLE, SHORT = 1.0, 0.8, 0.65
 """Bounds on a record, on what differs from the mean of all, and on what differs from its class's;
 in root mean squares of an image, by the declared standard deviation of pixels."""
+CLEAR = 20_000
+"""Records of a class, times epsilon, from which on networks of `quick` and `small` see changes."""
 TEACHABLE = 5000
 """Records of a class, times epsilon, from which on a teacher is worth its budget."""
 WAVES = 0.22
@@ -167,13 +169,19 @@ def _by_facts(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> d
     }
 
 
+def _changes(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return that networks see images changed, for a small set, where noise is low enough."""
+    is_clear = epsilon * facts.units / facts.classes >= CLEAR
+    return {"augment": CHANGES} if is_clear and not _is_large(given) else {}
+
+
 def _quick(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings for two cores and a quarter of an hour: fewer and narrower networks."""
     settings = {
         "samples": 2000, "networks": 16, "width": 32, "refine_steps": 400, "refine_batch": 200,
-        "hidden": 16, "match_steps": 1500, "augment": CHANGES,
+        "hidden": 16, "match_steps": 1500,
     }  # fmt: skip
-    return settings | _by_facts(facts, epsilon, given)
+    return settings | _by_facts(facts, epsilon, given) | _changes(facts, epsilon, given)
 
 
 def _small(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,9 +189,8 @@ def _small(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict
     settings = {
         "components": 20, "samples": 500, "networks": 40, "width": 16, "refine_steps": 200,
         "refine_batch": 100, "refine_lr": 5e-3, "hidden": 16, "match_steps": 600, "taught": 200,
-        "augment": CHANGES,
     }  # fmt: skip
-    return settings | _by_facts(facts, epsilon, given)
+    return settings | _by_facts(facts, epsilon, given) | _changes(facts, epsilon, given)
 
 
 class Rehearsal:
