@@ -205,9 +205,13 @@ class Rehearsal:
             "a forerunner, tried on MNIST and Fashion-MNIST, including their test splits",
         ),
         "quick": Preset(
-            _quick, "sizes fit a quarter of an hour on two cores at 28 px; the rest as `best`"
+            _quick, "sizes fit a quarter of an hour on two cores at 28 px; the rest as `small`"
         ),
-        "small": Preset(_small, "digits (scikit-learn) and USPS, including their test splits"),
+        "small": Preset(
+            _small,
+            "digits (scikit-learn) and USPS, including their test splits; whether networks see "
+            "changes, also on faces (UTKFace) by age group, at 16 px",
+        ),
     }
     public_inputs: ClassVar[tuple[PublicInput, ...]] = ()
 
