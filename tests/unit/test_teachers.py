@@ -14,9 +14,8 @@ from understudy.errors import InvalidSettings
 from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, Vote, scaled
 from understudy.methods.g_pate import BinVote, GPATEConfig
 from understudy.methods.pate_gan import PATEGAN, Favourites, PATEGANConfig, Student, YesOrNo
-from understudy.methods.teachers import NetworkCritic, RecordsCritic, Shown, wish
+from understudy.methods.teachers import NetworkCritic, RecordsCritic, Shown, stacked, wish
 from understudy.nets.critics import Teacher
-from understudy.nets.params import stacked
 from understudy.privacy.accounting import epsilon_of
 from understudy.privacy.ensemble import Ensemble, shards
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts

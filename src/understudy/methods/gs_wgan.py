@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 from torch.func import grad
+from torch.utils import _pytree as pytree
 
 from understudy.errors import InvalidSettings
 from understudy.methods.fitting import (
@@ -38,7 +39,7 @@ from understudy.methods.method import (
     small_or_paper,
 )
 from understudy.nets.generators import PixelNormGenerator
-from understudy.nets.params import Params, moved, stacked
+from understudy.nets.params import Params, moved
 from understudy.nets.released import Generator
 from understudy.nets.wgan import Critic
 from understudy.privacy.curator import Curator
@@ -131,9 +132,12 @@ class EnsembleCritics:
             facts.shape, facts.classes, width=config.critic_width, depth=config.critic_depth
         )
         self.curator, self.config, self.learning = curator, config, Learning(network)
-        # All start alike: what they say then differs by their records alone, and adds up.
-        alike = self.learning.start(moved(network.init(public_generator(seed, "critic")), device))
-        self.ensemble = curator.ensemble(stacked(alike, config.critics), members=config.critics)
+        starts = [
+            self.learning.start(network.init(public_generator(seed, "critic", number)))
+            for number in range(config.critics)
+        ]
+        stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves).to(device), *starts)
+        self.ensemble = curator.ensemble(stacked, members=config.critics)
         self.lr = torch.full((), config.critic_lr, device=device)
 
     def advance(self, images: Tensor, labels: Tensor, turn: int) -> None:
@@ -194,12 +198,6 @@ def _paper(_: PublicFacts, __: float, ___: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _best(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return twice as many critics, of half as many records: half the noise on what they say."""
-    critics = given.get("critics", max(1, facts.units // 30))
-    return {"critics": critics, "asked": 0.04 * critics, "critic_batch": 15, "grain": 0.2}
-
-
 def _small(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings for a thousand small images: critics with a dozen records each."""
     critics = given.get("critics", max(1, min(100, facts.units // 4)))
@@ -224,9 +222,6 @@ class GSWGAN:
     config_class: ClassVar[type] = GSWGANConfig
     summary: ClassVar[str] = "a generator trained on noisy gradients of many small critics"
     presets: ClassVar[dict[str, Preset]] = {
-        "best": Preset(
-            _best, "MNIST's and Fashion-MNIST's training images, in trials on few critics"
-        ),
         "paper": Preset(_paper, "nothing: the paper's own settings have no usable guarantee"),
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }

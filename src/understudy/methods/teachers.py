@@ -37,7 +37,7 @@ from understudy.methods.method import (
 from understudy.nets.critics import DenseCritic, Teacher, logit_loss
 from understudy.nets.gallery import GalleryGenerator
 from understudy.nets.generators import DeconvGenerator, GeneratorNetwork
-from understudy.nets.params import Params, moved, stacked
+from understudy.nets.params import Params, moved
 from understudy.privacy.curator import Curator
 from understudy.privacy.ensemble import Ensemble, shard_size
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
@@ -246,6 +246,11 @@ class RecordsCritic:
     def voices(self, images: int) -> int:
         """Return one for each record."""
         return self.records
+
+
+def stacked(state: Any, members: int) -> Any:
+    """Return the state of so many members that are all in this one."""
+    return pytree.tree_map(lambda leaf: leaf.expand(members, *leaf.shape), state)
 
 
 def wish(teacher: Teacher | DenseCritic, params: Params, shown: Shown) -> Tensor:

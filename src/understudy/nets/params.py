@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 Params = dict[str, Tensor]
 
@@ -57,8 +56,3 @@ def moved(params: Params, device: torch.device) -> Params:
     if device.type == "cpu":
         return params
     return {n: w.pin_memory().to(device, non_blocking=True) for n, w in params.items()}
-
-
-def stacked(state: Any, members: int) -> Any:
-    """Return the state of so many members, tensors nested, that are all in this one."""
-    return pytree.tree_map(lambda leaf: leaf.expand(members, *leaf.shape), state)
