@@ -341,7 +341,7 @@ def _named(name: str) -> Callable[[Shape, int, int], Network]:
 
 NETWORKS: dict[str, Callable[[Shape, int, int], Network]] = {
     "convnet": ConvNet,
-    "scatternet": lambda shape, classes, _: ScatterNet(shape, classes),
     **{name: _named(name) for name in MODULES},
+    "scatternet": lambda shape, classes, _: ScatterNet(shape, classes),
 }
 """Name -> constructor from shape, classes and the ConvNet's width."""
