@@ -147,7 +147,9 @@ def check_noise_and_states(log: list[dict], files: dict[Path, bytes]) -> int:
     return len(abandoned)
 
 
-SETTINGS = {"rounds": 60, "outer": 2, "batches": 2, "width": 4, "inner": 2, "batch": 40}
+SETTINGS = {"rounds": 200, "outer": 2, "batches": 2, "width": 4, "inner": 2, "batch": 40}
+STEPS = 200 * 2 * 2
+"""Several times as many as are done until a run first says how far it is, after a second."""
 
 
 def command(folder: Path, **settings: int) -> list[str]:
@@ -173,6 +175,7 @@ def test_signals_stop_at_a_committed_block_and_the_same_command_goes_on(tmp_path
     arguments, before = command(tmp_path, **SETTINGS), 0
     for number, more in ((signal.SIGTERM, []), (signal.SIGINT, ["--resume"])):
         process = started([*arguments, *more])
+        process.send_signal(signal.SIGSTOP)  # it must not be over before it is looked at
         if more:
             with pytest.raises(UnderstudyError, match="another process"):
                 understudy.synthesize(
@@ -180,11 +183,12 @@ def test_signals_stop_at_a_committed_block_and_the_same_command_goes_on(tmp_path
                     out=tmp_path / "run", ledger=tmp_path / "ledger.sqlite", resume=True,
                 )  # fmt: skip
         process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 128 + number
         assert "--resume" in errors
         done, pending = committed(tmp_path)
-        assert before < done < 240
+        assert before < done < STEPS
         assert pending is None
         assert not (tmp_path / "run").exists()
         before = done
@@ -195,7 +199,7 @@ def test_signals_stop_at_a_committed_block_and_the_same_command_goes_on(tmp_path
         assert ended.value.code == code
         return "".join(capsys.readouterr())
 
-    assert "other settings" in said(2, command(tmp_path, **SETTINGS | {"rounds": 61}))
+    assert "other settings" in said(2, command(tmp_path, **SETTINGS | {"rounds": 201}))
     assert f"resuming after {before}" in said(0, arguments)
-    assert committed(tmp_path)[0] == 240
+    assert committed(tmp_path)[0] == STEPS
     assert "finished already" in said(0, arguments)
