@@ -33,6 +33,8 @@ class About:
     epsilon: float | None
     """None without a guarantee."""
     delta: float
+    grounds: str = ""
+    """What else stands behind the guarantee."""
 
     @classmethod
     def certified(cls, certificate: Certificate) -> About:
@@ -44,6 +46,7 @@ class About:
             facts=PublicFacts.from_json(content["data_set"]["public_facts"]),
             epsilon=certificate.epsilon if certificate.has_guarantee else None,
             delta=certificate.delta,
+            grounds=certificate.grounds,
         )
 
 
@@ -205,7 +208,7 @@ def _guarantee(about: About, what: str, done: str) -> str:
         f"{factor(about.epsilon)}; delta bounds the probability that this fails. The smaller "
         f"epsilon is, the less can anyone learn from this {what} about a single {unit}. "
         "`certificate.json` says how this was reached."
-    )
+    ) + (f"\n\n{about.grounds}" if about.grounds else "")
 
 
 def _purpose(about: About, wanted: str, unwanted: str) -> str:

@@ -74,6 +74,14 @@ def released_files(made: Artefact) -> dict[str, ReleasedFile]:
     return files | {SHEET_FILE: sheet}
 
 
+def files_and_card(about: About, made: Artefact) -> dict[str, bytes]:
+    """Return all that is certified: the files that hold what was made, and their card."""
+    released = released_files(made)
+    said = {name: file.what for name, file in released.items()}
+    card = card_of(about, made, said | CERTIFICATE_IS).encode()
+    return {name: file.content for name, file in released.items()} | {"README.md": card}
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished run."""
@@ -284,10 +292,7 @@ class Job:
             epsilon=curator.calibration.epsilon if curator.has_guarantee else None,
             delta=budget.delta,
         )
-        released = released_files(made)
-        files = {name: file.content for name, file in released.items()}
-        said = {name: file.what for name, file in released.items()}
-        files["README.md"] = card_of(about, made, said | CERTIFICATE_IS).encode()
+        files = files_and_card(about, made)
         certificate = certificates.issue(
             curator,
             registration=registration,

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from federation import BATCH, BUDGET, digits
 
+import understudy
 from understudy.errors import InvalidSettings
 from understudy.federated.gs_wgan import critic, train
 from understudy.federated.server import FederatedCritics
 from understudy.federated.simulation import LocalGrid
 from understudy.methods.gs_wgan import GSWGANConfig
-from understudy.nets.released import Generator
 from understudy.privacy.client import Offer
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Budget
 from understudy.privacy.registration import RegistrationTerms, register
 from understudy.privacy.vault import Vault
-from understudy.synthetic import SyntheticSet
 
 CLIENTS, ROUNDS = 3, 4
 SMALL = GSWGANConfig(critic_width=4, critic_depth=1)
@@ -47,16 +48,26 @@ def test_leaves_a_set_and_its_generator_and_charges_every_client(tmp_path):
     assert made.images.shape == (30, 1, 8, 8)
     assert [client.rounds_answered for client in clients] == [ROUNDS] * CLIENTS
     assert critics.statement()["rounds"] == ROUNDS
-    release = tmp_path / "release"
-    assert {file.name for file in release.iterdir()} == {
-        "synthetic.safetensors", "generator.safetensors", "contact_sheet.png",
-    }  # fmt: skip
-    again = SyntheticSet.from_bytes((release / "synthetic.safetensors").read_bytes())
+    again = understudy.load(tmp_path)
     assert torch.allclose(again.images, made.images, atol=1 / 255)
-    drawn, _ = Generator.from_bytes((release / "generator.safetensors").read_bytes()).sample(
-        20, seed=0
+    assert len(understudy.sample(tmp_path, count=20)) == 20
+
+
+def test_what_it_leaves_is_certified_at_what_every_client_paid(tmp_path):
+    clients, critics, _ = trained(tmp_path)
+    found = understudy.verify(tmp_path)
+    paid = max(client.statement()["server_view"]["epsilon"] for client in clients)
+    assert found.recomputed_epsilon == pytest.approx(paid, abs=1e-6)
+    assert found.certificate.content["federation"] == json.loads(
+        json.dumps(critics.course().to_json())
     )
-    assert drawn.shape == (20, 1, 8, 8)
+    settings = found.certificate.content["method"]["settings"]
+    assert (settings["steps"], settings["critic_width"]) == (ROUNDS, GSWGANConfig().critic_width)
+
+
+def test_without_noise_it_leaves_no_guarantee(tmp_path):
+    trained(tmp_path, Budget(epsilon=float("inf"), delta=1e-5))
+    assert not understudy.verify(tmp_path).certificate.has_guarantee
 
 
 def test_the_advice_of_critics_moves_the_generator(tmp_path):

@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from critics import a_round
 from understudy.errors import InvalidSettings, ProcessLost, RoundDeclined
 from understudy.federated.node import check_address, reply
-from understudy.federated.server import FederatedCritics
+from understudy.federated.server import FederatedCritics, Seat
 from understudy.federated.simulation import LocalGrid
 from understudy.federated.wire import Answer, pack_answer, pack_round, read_answer, read_round
 from understudy.privacy.plan import Budget
@@ -167,6 +167,7 @@ def test_the_server_states_both_views(tmp_path):
         said = critics.statement()
         assert sum(part["rounds_answered"] for part in said["answers"]) == 20 * asked
         assert said["answers"][0]["server"]["amplification"] is None
+        assert 0 < said["answers"][0]["server"]["epsilon_at_most"] <= 10
         return said["answers"][0]["outside"]["epsilon"]
 
     assert outside(1) < outside(5)
@@ -195,6 +196,26 @@ def test_a_client_that_sends_something_else_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(type(grid.clients[1]), "answer", lambda self, asked: bad.numpy().tobytes())
     with pytest.raises(ProcessLost, match="something else than a slope"):
         critics.gradient(*a_question())
+
+
+@pytest.mark.parametrize(
+    "told", [(0.0, 1e-5), (-1.0, 1e-5), (math.nan, 1e-5), (math.inf, 1e-5), (2.0, 0.0), (2.0, 2.0)]
+)
+def test_a_client_that_tells_nonsense_of_its_noise_counts_as_without(told):
+    seat = Seat(answers=1)
+    seat.hear(Answer(noise_multiplier=2.0, delta=1e-5))
+    assert seat.part.is_private
+    seat.hear(Answer(noise_multiplier=told[0], delta=told[1]))
+    assert not seat.part.is_private
+    seat.hear(Answer(noise_multiplier=2.0, delta=1e-5))
+    assert not seat.part.is_private
+
+
+def test_the_least_noise_that_a_client_told_of_counts():
+    seat = Seat()
+    for noise, delta in ((2.0, 1e-5), (1.0, 1e-6), (3.0, 1e-7)):
+        seat.hear(Answer(noise_multiplier=noise, delta=delta))
+    assert (seat.noise_multiplier, seat.delta) == (1.0, 1e-5)
 
 
 def test_an_error_at_a_client_tells_the_server_nothing(tmp_path, monkeypatch):

@@ -43,6 +43,7 @@ def command(
             f"epsilon recomputed: {checked.recomputed_epsilon:.6f} (target {target:g}),"
             f" delta {found.delta:g}, for each {found.content['guarantee']['unit']}"
         )
+        lines += [found.grounds] if found.grounds else []
     else:
         lines.append("NO GUARANTEE: what was released is not differentially private")
     if checked.is_authenticated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch.func import grad
 
 from understudy.errors import InvalidSettings
 from understudy.federated.app import Lines
-from understudy.files import make_directory, write_file
-from understudy.methods.gs_wgan import GSWGAN, Critics, CriticState, GSWGANConfig, Learning
+from understudy.federated.release import facts_of, release
+from understudy.federated.server import FederatedCritics
+from understudy.methods.gs_wgan import GSWGAN, CriticState, GSWGANConfig, Learning
 from understudy.nets.wgan import Critic as Network
 from understudy.privacy.client import Critic
 from understudy.privacy.plan import PublicFacts
-from understudy.runs import GENERATOR_FILE, SET_FILE, SHEET_FILE
 from understudy.seeds import public_generator
 from understudy.synthetic import SyntheticSet
 
@@ -54,12 +55,17 @@ def critic_of(named: Critic | Callable[[PublicFacts], Critic], facts: PublicFact
 
 
 def train(
-    critics: Critics, out: Path, *, shape: Sequence[int], classes: Sequence[str], **settings: Any
+    critics: FederatedCritics,
+    out: Path,
+    *,
+    shape: Sequence[int],
+    classes: Sequence[str],
+    **settings: Any,
 ) -> SyntheticSet:
     """Train a generator with the critics of clients; leave it, and a set, in OUT/release.
 
     Args:
-        critics: wherever they are.
+        critics: those of the clients.
         out: folder of the federation.
         shape: of an image: channels, height, width.
         classes: names of the classes, in the order of the labels.
@@ -73,24 +79,15 @@ def train(
         raise InvalidSettings(
             f"{error}; see `understudy methods gs-wgan` for the settings"
         ) from error
-    channels, height, width = map(int, shape)
-    facts = PublicFacts(  # of which the server knows no more than the form of an image
-        units=1, class_names=tuple(classes), shape=(channels, height, width),
-        mean=(0.5,) * channels, std=(0.5,) * channels,
-    )  # fmt: skip
+    facts = facts_of(critics.clients, shape, classes)
     method = GSWGAN(config, facts, seed=EVERYONES_SEED)
     state = method.start(torch.device("cpu"))
     method.warm_up(critics, state)
     for step in Lines().steps(range(config.steps)):
         state = method.turn(critics, state, step)
     made = method.drawn(state)
-    _write(made, out / "release")
+    release(
+        made, critics.course(), out,
+        facts=facts, name="gs-wgan", settings=asdict(config), seed=EVERYONES_SEED,
+    )  # fmt: skip
     return made
-
-
-def _write(made: SyntheticSet, folder: Path) -> None:
-    make_directory(folder)
-    write_file(folder / SET_FILE, made.to_bytes())
-    write_file(folder / SHEET_FILE, made.contact_sheet())
-    if made.generator is not None:
-        write_file(folder / GENERATOR_FILE, made.generator.to_bytes())

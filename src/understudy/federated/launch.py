@@ -64,7 +64,7 @@ class Federation:
 def run(federation: Federation) -> Path:
     """Run a federation to its end; return the statement that it leaves."""
     out = federation.out.resolve()
-    if (out / STATEMENT).exists():
+    if (out / STATEMENT).exists() or (out / "release").exists():
         raise InvalidSettings(f"{out} holds a finished federation; choose another folder")
     for folder in ("app", "flower"):
         make_directory(out / folder)

@@ -6,6 +6,7 @@ A client that is gone, or declines, is missed in the sum and does not stop the r
 
 from __future__ import annotations
 
+import math
 import queue
 import secrets
 import threading
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from understudy.errors import InvalidSettings, ProcessLost, RoundDeclined
 from understudy.federated.wire import Answer, pack_round, read_answer
-from understudy.privacy.accounting import FILTER_TAIL_SHARE, epsilon_of_sampled_clients
-from understudy.privacy.client import RELATION, Round
+from understudy.privacy.client import Round
+from understudy.privacy.federation import CONDITION, RELATION, Course, Part
 from understudy.progress import Progress
 
 LEFT_OUT = 10
@@ -42,8 +43,24 @@ class Seat:
     """Round from which it is asked again."""
     answers: int = 0
     declined: str = ""
-    noise_multiplier: float = 0.0
+    noise_multiplier: float = math.inf
+    """The least that it told of; 0 for what is no noise."""
     delta: float = 0.0
+    """The largest that it told of."""
+
+    def hear(self, answer: Answer) -> None:
+        """Note what a client tells of its noise. It may be anybody: what makes no sense is none."""
+        noise, delta = answer.noise_multiplier, answer.delta
+        makes_sense = 0 < noise < math.inf and 0 < delta < 1
+        self.noise_multiplier = min(self.noise_multiplier, noise if makes_sense else 0.0)
+        self.delta = max(self.delta, delta if makes_sense else 0.0)
+
+    @property
+    def part(self) -> Part:
+        """What it has answered, and what it told."""
+        return Part(
+            rounds_answered=self.answers, noise_multiplier=self.noise_multiplier, delta=self.delta
+        )
 
 
 class FederatedCritics:
@@ -81,7 +98,12 @@ class FederatedCritics:
         self._session = secrets.token_hex(8)
         self._choice = secrets.SystemRandom()
         self._to_learn: list[tuple[Tensor, Tensor]] = []
-        self.rounds = self.complete_rounds = self._lessons = 0
+        self.rounds = self.complete_rounds = self._lessons = self._dimension = 0
+
+    @property
+    def clients(self) -> int:
+        """How many take part."""
+        return len(self._seats)
 
     def advance(self, images: Tensor, labels: Tensor, turn: int = 0) -> None:
         """Let critics learn from these images: sent with the next question, in one message.
@@ -129,6 +151,7 @@ class FederatedCritics:
                 "then start again"
             )
         self._to_learn.clear()
+        self._dimension = max(self._dimension, images.numel())
         self.rounds += 1
         # Had one of those not asked been out of reach, the others would have been asked more often.
         self.complete_rounds += answered == self.asked and len(heard) == len(self._seats)
@@ -198,7 +221,7 @@ class FederatedCritics:
             seat.declined = answer.declined
             self._progress.say(f"{self._name(seat)} declines: {answer.declined}")
             return None
-        seat.noise_multiplier, seat.delta = answer.noise_multiplier, answer.delta
+        seat.hear(answer)
         return answer
 
     def _miss(self, seat: Seat, why: str) -> None:
@@ -228,12 +251,24 @@ class FederatedCritics:
         reasons = {seat.declined for seat in self._seats if seat.declined}
         return "; ".join(sorted(reasons)) or "none can be reached"
 
+    def course(self, *seats: Seat) -> Course:
+        """Return how the federation went for these seats; by default for all who answered."""
+        heard = seats or tuple(seat for seat in self._seats if seat.answers)
+        return Course(
+            clients=self.clients,
+            asked_per_round=self.asked,
+            rounds=self.rounds,
+            rounds_with_all_clients=self.complete_rounds,
+            dimension=self._dimension,
+            parts=tuple(seat.part for seat in heard),
+        )
+
     def statement(self) -> dict[str, Any]:
         """Return how the federation went and what each client's part costs it, in two views."""
         return {
             "format": 1,
             "relation": RELATION,
-            "clients": len(self._seats),
+            "clients": self.clients,
             "asked_per_round": self.asked,
             "rounds": self.rounds,
             "rounds_with_all_clients": self.complete_rounds,
@@ -241,28 +276,22 @@ class FederatedCritics:
         }
 
     def _views(self, seat: Seat) -> dict[str, Any]:
-        told = {"noise_multiplier": seat.noise_multiplier, "delta": seat.delta}
-        if not (seat.noise_multiplier > 0 and 0 < seat.delta < 1):
-            return {"rounds_answered": seat.answers, "as_told_by_client": told, "outside": None}
-        outside = epsilon_of_sampled_clients(
-            clients=len(self._seats),
-            asked=self.asked,
-            rounds=self.complete_rounds,
-            other_rounds=self.rounds - self.complete_rounds,
-            noise_multiplier=seat.noise_multiplier,
-            delta=seat.delta * (1 - FILTER_TAIL_SHARE),
-        )
+        if not (seat.answers and seat.part.is_private):
+            return {"rounds_answered": seat.answers, "outside": None}
+        course = self.course(seat)
         return {
             "rounds_answered": seat.answers,
-            "as_told_by_client": told,
-            "server": {"amplification": None, "epsilon": "in the client's own statement"},
-            "outside": {
-                "epsilon": outside,
-                "condition": "the server is trusted: it chose anew and secretly in each round whom "
-                "to ask, told nobody, and lets out only what it made of the sums; who failed to "
-                "answer did not do so because of its data",
+            "as_told_by_client": {
+                "noise_multiplier": seat.noise_multiplier, "delta": seat.delta,
             },
-        }
+            "server": {
+                "amplification": None,
+                "epsilon_at_most": course.server_epsilon,
+                "condition": "the client told the truth of its noise; its own statement has the "
+                "last word",
+            },
+            "outside": {"epsilon": course.outside_epsilon, "condition": CONDITION},
+        }  # fmt: skip
 
 
 def _stacked(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from understudy.privacy.accounting import (
 )
 from understudy.privacy.calibration import EPSILON_TOLERANCE
 from understudy.privacy.curator import Curator
+from understudy.privacy.federation import ACCOUNTANT, RELATION, Course
 from understudy.privacy.form import check_form
 from understudy.privacy.ledger import Ledger
-from understudy.privacy.plan import Budget, Plan
+from understudy.privacy.plan import Accountant, Budget, Plan, PublicFacts
 from understudy.privacy.randomness import tail_delta
 from understudy.privacy.registration import Registration
 from understudy.text import one_line
@@ -39,6 +40,7 @@ from understudy.text import one_line
 FILE_NAME = "certificate.json"
 FORMAT = 1
 MOST_BYTES = 2**24
+NO_LEDGER = "none: the server of a federation keeps no ledger"
 AGAIN = "get the release again from whoever made it"
 NOT_GUARANTEED = "do not rely on it, and ask whoever made it"
 
@@ -64,6 +66,12 @@ class Certificate:
     def has_guarantee(self) -> bool:
         """Whether the set is differentially private at all."""
         return bool(self.content["guarantee"]["kind"] != "none")
+
+    @property
+    def grounds(self) -> str:
+        """What the guarantee rests on where that is not a ledger: in a federation."""
+        told = self.content.get("federation")
+        return Course.from_json(told).in_words() if told and self.has_guarantee else ""
 
     def to_bytes(self) -> bytes:
         """Return the one byte string that stands for this certificate."""
@@ -100,8 +108,76 @@ def issue(
         "method": dict(method),
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
     }
+    return _sealed(content, lambda said: ledger.mac(said).hex())
+
+
+def attest(
+    course: Course,
+    *,
+    facts: PublicFacts,
+    run_id: str,
+    method: Mapping[str, Any],
+    files: Mapping[str, bytes],
+) -> Certificate:
+    """Certify `files` as the result of a federation, by what its clients told the server."""
+    delta = course.delta
+    guarantee: dict[str, Any] = {
+        "kind": "none",
+        "reason": "a client told of no noise",
+        "epsilon": None,
+        "delta": delta,
+    }
+    if course.is_private:
+        deltas = [d for d in CURVE_DELTAS if d < 1 / facts.units or d == delta]
+        guarantee = {
+            "kind": "differential privacy",
+            "epsilon": course.server_epsilon,
+            "target_epsilon": course.server_epsilon,
+            "delta": delta,
+            "delta_split": {"accounted": course.accounted, "sampler_tail": course.tail},
+            "is_delta_large": False,
+            "unit": facts.unit,
+            "curve": _curve(course.plan, course.noise_multiplier, deltas, course.tail, ACCOUNTANT),
+            "accountant": ACCOUNTANT,
+            "library": LIBRARY,
+            "randomness": "each client itself",
+        }
+    (line,) = course.plan.to_json()
+    computed = {
+        "made": course.rounds_answered,
+        "bounds": None,
+        "noise_multiplier": course.noise_multiplier,
+    }
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "run": run_id,
+        "guarantee": guarantee,
+        "data_set": {
+            "name": f"the images of {course.clients} clients",
+            "relation": RELATION,
+            "lineage": None,
+            "public_facts": facts.to_json(),
+            "is_public_benchmark": False,
+            "held_out_share": 0.0,
+            "composed_total": {
+                "runs": 1,
+                "epsilon": guarantee["epsilon"],
+                "delta": delta,
+                "accountant": ACCOUNTANT,
+            },
+        },
+        "releases": [line | computed],
+        "extra_attempts": 0,
+        "method": dict(method),
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        "federation": course.to_json(),
+    }
+    return _sealed(content, lambda _: NO_LEDGER)
+
+
+def _sealed(content: dict[str, Any], authenticate: Callable[[bytes], str]) -> Certificate:
     content = json.loads(canonical_json(content))  # tuples become lists, once
-    content["authentication"] = ledger.mac(canonical_json(content)).hex()
+    content["authentication"] = authenticate(canonical_json(content))
     content["seal"] = hashlib.sha256(canonical_json(content)).hexdigest()
     return Certificate(content)
 
@@ -114,8 +190,6 @@ def _guarantee(curator: Curator, budget: Budget, allow_large_delta: bool) -> dic
         return {"kind": "none", "reason": reason, "epsilon": None, "delta": budget.delta}
     deltas = [d for d in CURVE_DELTAS if d < 1 / facts.units or d == budget.delta]
     tail = calibration.delta_tail
-    inner = [delta - tail for delta in deltas if delta > tail]
-    curve = epsilon_curve(curator.plan, calibration.noise_multiplier, inner, budget.accountant)
     return {
         "kind": "differential privacy",
         "epsilon": calibration.epsilon,
@@ -124,14 +198,25 @@ def _guarantee(curator: Curator, budget: Budget, allow_large_delta: bool) -> dic
         "delta_split": {"accounted": calibration.delta_accounted, "sampler_tail": tail},
         "is_delta_large": allow_large_delta and budget.delta >= 1 / facts.units,
         "unit": facts.unit,
-        "curve": [
-            {"delta": delta + tail, "epsilon": epsilon}
-            for delta, epsilon in zip(inner, curve, strict=True)
-        ],
+        "curve": _curve(
+            curator.plan, calibration.noise_multiplier, deltas, tail, budget.accountant
+        ),
         "accountant": budget.accountant,
         "library": LIBRARY,
         "randomness": curator.generator,
     }
+
+
+def _curve(
+    plan: Plan, multiplier: float, deltas: Sequence[float], tail: float, accountant: Accountant
+) -> list[dict[str, float]]:
+    """Return epsilon at each of `deltas`, the sampler's tail included."""
+    inner = [delta - tail for delta in deltas if delta > tail]
+    found = epsilon_curve(plan, multiplier, inner, accountant)
+    return [
+        {"delta": delta + tail, "epsilon": epsilon}
+        for delta, epsilon in zip(inner, found, strict=True)
+    ]
 
 
 def _releases(curator: Curator) -> list[dict[str, Any]]:
@@ -271,6 +356,8 @@ def _check_epsilon(certificate: Certificate) -> float:
         )
     if split["accounted"] + split["sampler_tail"] > guarantee["delta"] * (1 + 1e-12):
         raise VerificationFailed(f"the parts of delta exceed delta; {NOT_GUARANTEED}")
+    if told := certificate.content.get("federation"):
+        Course.from_json(told).check(told["outside"], plan, multiplier)
     epsilon = epsilon_of(plan, multiplier, split["accounted"], guarantee["accountant"])
     target = guarantee["target_epsilon"]
     if not epsilon <= min(target, guarantee["epsilon"] + EPSILON_TOLERANCE):
@@ -332,6 +419,11 @@ def is_issued_with(certificate: Certificate, ledger: Ledger) -> bool:
 
 def _check_origin(certificate: Certificate, ledger: Ledger) -> None:
     content = certificate.content
+    if "federation" in content:
+        raise VerificationFailed(
+            "this certificate is a federation's: no ledger knows it, each client's own knows that "
+            "client's part; leave out --ledger, and compare with the clients' `federated.json`"
+        )
     stripped = {k: v for k, v in content.items() if k not in ("seal", "authentication")}
     expected = ledger.mac(canonical_json(stripped)).hex()
     if not hmac.compare_digest(expected, str(content["authentication"])):

@@ -26,6 +26,7 @@ from understudy.errors import InvalidSettings, RoundDeclined
 from understudy.privacy.accounting import epsilon_of
 from understudy.privacy.calibration import Calibration
 from understudy.privacy.ensemble import Ensemble, Learn, State
+from understudy.privacy.federation import RELATION
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
 from understudy.privacy.releases.votes import votes
@@ -33,7 +34,6 @@ from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
 from understudy.seeds import public_generator
 
-RELATION = "one client's whole data replaced"
 KEPT_ANSWERS = 16
 """The latest answers, kept to be sent again."""
 _NAME = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")

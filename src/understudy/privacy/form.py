@@ -122,6 +122,22 @@ GUARANTEE: dict[str, Any] = {
     "accountant": lambda value: value in ("pld", "renyi"),
     "library": _text,
 }
+FEDERATION: dict[str, Any] = {
+    "clients": _count,
+    "asked_per_round": _count,
+    "rounds": _count,
+    "rounds_with_all_clients": _count,
+    "dimension": _count,
+    "parts": [{"rounds_answered": _count, "noise_multiplier": _number, "delta": _share}],
+    "outside": _or_none(
+        lambda value: (
+            isinstance(value, dict)
+            and _epsilon(value.get("epsilon"))
+            and _text(value.get("condition"))
+        )
+    ),
+}
+"""Of what clients of a federation told its server; others' certificates lack it."""
 
 
 def check_form(content: dict[str, Any]) -> None:
@@ -130,10 +146,12 @@ def check_form(content: dict[str, Any]) -> None:
     Raises:
         VerificationFailed: with the first such field.
     """
-    _check(content, FORM, "")
+    check_part(content, FORM, "")
     found = content.get("guarantee")
     is_none = isinstance(found, dict) and found.get("kind") == "none"
-    _check(found, NO_GUARANTEE if is_none else GUARANTEE, "guarantee")
+    check_part(found, NO_GUARANTEE if is_none else GUARANTEE, "guarantee")
+    if "federation" in content:
+        check_part(content["federation"], FEDERATION, "federation")
     if not all(_text(name) and _text(digest) for name, digest in content["files"].items()):
         raise _wrong("files")
     facts = content["data_set"]["public_facts"]
@@ -146,7 +164,8 @@ def check_form(content: dict[str, Any]) -> None:
         raise _wrong("data_set.public_facts") from None
 
 
-def _check(found: Any, form: Any, where: str) -> None:
+def check_part(found: Any, form: Any, where: str) -> None:
+    """Refuse what has not the form; `where` says what part of the certificate it is."""
     if isinstance(form, dict):
         if not isinstance(found, dict):
             raise _wrong(where)
@@ -154,12 +173,12 @@ def _check(found: Any, form: Any, where: str) -> None:
             inside = f"{where}.{name}" if where else name
             if name not in found:
                 raise _wrong(inside)
-            _check(found[name], part, inside)
+            check_part(found[name], part, inside)
     elif isinstance(form, list):
         if not _is_list(found):
             raise _wrong(where)
         for value in found:
-            _check(value, form[0], where)
+            check_part(value, form[0], where)
     elif not (isinstance(found, form) if form is dict else form(found)):
         raise _wrong(where)
 

@@ -139,6 +139,11 @@ class Released:
         return power(self.certificate.delta)
 
     @property
+    def grounds(self) -> str:
+        """What a federation's guarantee rests on; nothing for others."""
+        return self.certificate.grounds
+
+    @property
     def total(self) -> str:
         """What all runs on the data cost together when the certificate was issued."""
         total = self.content["data_set"]["composed_total"]
