@@ -20,11 +20,13 @@ import torch
 from safetensors.torch import save as save_tensors
 
 import understudy
+from understudy.federated.release import facts_of, release
 from understudy.files import canonical_json
 from understudy.nets.classifiers import classifier
 from understudy.nets.encoders import Encoder
 from understudy.nets.generators import GENERATORS
 from understudy.nets.released import Classifier, Generator
+from understudy.privacy.federation import Course, Part
 from understudy.synthetic import SyntheticSet
 from understudy.training.pretrained import EncoderHeader
 
@@ -89,6 +91,16 @@ def _files(images: np.ndarray, labels: np.ndarray) -> Iterator[tuple[str, str, b
         made = understudy.synthesize(data, out=folder / "run", ledger=folder / "ledger", **QUICK)
         content = json.loads((made.directory / "release" / "certificate.json").read_bytes())
         yield "certificate", "json", certified(content, _set().to_bytes())
+        part = Part(rounds_answered=3, noise_multiplier=2.0, delta=1e-5)
+        course = Course(
+            clients=3, asked_per_round=1, rounds=4, rounds_with_all_clients=4, dimension=64,
+            parts=(part, part),
+        )  # fmt: skip
+        of_clients = release(
+            _set(), course, folder / "federation", facts=facts_of(3, [1, 4, 4], ["a", "b"]),
+            name="gs-wgan", settings={"steps": 4},
+        )  # fmt: skip
+        yield "certificate", "federation.json", certified(of_clients.content, _set().to_bytes())
 
 
 def certified(content: dict, made: bytes) -> bytes:
