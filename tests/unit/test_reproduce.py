@@ -246,6 +246,19 @@ def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):
     assert "<polyline" in (tmp_path / "psg-headline.html").read_text()
 
 
+def test_lines_of_a_picture_are_told_apart_by_their_variant(tmp_path):
+    experiment = load_experiment("psg-figure-5", "smoke")
+    curve = [{"epsilon": n, "mean": 0.9, "std": 0.01, "releases": n} for n in (1, 2)]
+    cells = [
+        cell(**run.fields() | {"run": run.name}, curve=curve, accuracies=[0.9])
+        for run in experiment.runs
+    ]
+    executor.Kept(experiment, tmp_path).write(*cells)
+    text = (tmp_path / "psg-figure-5-smoke-digits.svg").read_text()
+    assert "psg small, pixels, seed 0" in text
+    assert "psg small, prior, seed 0" in text
+
+
 def test_stages_are_drawn_one_picture_for_each_epsilon(tmp_path):
     experiment = load_experiment("psg-figure-3", "smoke")
     curve = [{"stage": n, "mean": 0.9, "std": 0.01, "accuracies": [0.9]} for n in (1, 2)]

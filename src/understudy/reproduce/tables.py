@@ -162,6 +162,11 @@ def _is_staged(cell: Cell) -> bool:
     return bool(cell.get("stages"))
 
 
+def _line_of(cell: Cell) -> str:
+    parts = [f"{cell['method']} {cell['preset']}", cell["variant"], f"seed {cell['seed']}"]
+    return ", ".join(part for part in parts if part)
+
+
 def _figure(cells: Sequence[Cell]) -> Chart:
     first = cells[0]
     at, when = "epsilon", "against the epsilon spent"
@@ -169,7 +174,7 @@ def _figure(cells: Sequence[Cell]) -> Chart:
         at, when = "stage", f"after each stage, epsilon {first['epsilon']:g}"
     series = [
         Series(
-            f"{cell['method']} {cell['preset']}, seed {cell['seed']}",
+            _line_of(cell),
             [(point[at], point["mean"]) for point in cell["curve"]],
             [point["std"] for point in cell["curve"]],
             style=number,
