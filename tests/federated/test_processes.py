@@ -21,6 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from federation import digits
 
+from understudy import verify
+
 HERE = Path(__file__).parent
 LIMIT = 240
 
@@ -102,6 +104,29 @@ def test_a_killed_client_and_a_spent_one_do_not_stop_a_run(tmp_path):
     assert own["rounds_answered"] == 20
     assert 0 < own["server_view"]["epsilon"] < own["server_view"]["epsilon_at_most"] <= 10
     assert np.isfinite(np.load(out / "images.npy")).all()
+
+
+def test_gs_wgan_with_settings_from_a_file_leaves_a_certified_run(tmp_path):
+    address, out = f"127.0.0.1:{free_port()}", tmp_path / 'a "quoted" folder'
+    settings = tmp_path / "gs-wgan.toml"
+    settings.write_text(
+        "# of two lines\nshape = [1, 8, 8]\nclasses = " + json.dumps(list("0123456789"))
+        + "\nsteps = 3\nbatch = 20\nwarm_up = 5\nwidth = 4\nimages_per_class = 2\n"
+    )  # fmt: skip
+    server = ("server", "--clients", "1", "--out", out, "--address", address,
+              "--settings", settings)  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        lead = stack.enter_context(understudy(tmp_path / "server", *server))
+        wait_for(lambda: (out / "superlink.log").exists(), "start", [lead])
+        words = list(client_words(tmp_path / "client", 0, 1, address, rounds=3))
+        words[words.index("critics:CRITIC")] = "understudy.federated.gs_wgan:critic"
+        stack.enter_context(understudy(tmp_path / "client", *words))
+        wait_for(lambda: lead.poll() is not None, "the end")
+        assert lead.returncode == 0, (tmp_path / "server" / "log").read_text()
+    found = verify(out)
+    assert found.certificate.content["method"]["settings"]["steps"] == 3
+    assert found.recomputed_epsilon <= 10
+    assert json.loads((out / "federated.json").read_text())["rounds"] == 3
 
 
 def a_key(path):

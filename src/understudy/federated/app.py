@@ -34,14 +34,8 @@ serverapp = "understudy_server:server"
 clientapp = "understudy_server:client"
 
 [tool.flwr.app.config]
-train = ""
-out = ""
-clients = 0
-asked = 0
-patience = 60.0
-most_steps = 5
-settings = ""
 """
+"""What Flower wants to know of an app; `main` reads what follows."""
 MODULE = """from understudy.federated import app
 
 server = app.server

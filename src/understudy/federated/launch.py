@@ -69,20 +69,19 @@ def run(federation: Federation) -> Path:
     for folder in ("app", "flower"):
         make_directory(out / folder)
     (out / FAILED).unlink(missing_ok=True)
-    write_file(out / "app" / "pyproject.toml", APP.encode())
+    settings: dict[str, str | int | float] = {
+        "train": federation.train, "out": str(out), "clients": federation.clients,
+        "asked": federation.asked, "patience": float(federation.patience),
+        "most_steps": federation.most_steps, "settings": federation.settings,
+    }  # fmt: skip
+    write_file(out / "app" / "pyproject.toml", (APP + _as_toml(settings)).encode())
     write_file(out / "app" / "understudy_server.py", MODULE.encode())
     write_file(out / "flower" / "config.toml", _connection(federation).encode())
     with _superlink(federation, out) as link:
         _flower("supernode", "list", "here", out=out, until=time.monotonic() + SECONDS_TO_START)
         for key in federation.client_keys:
             _flower("supernode", "register", str(key.resolve()), "here", out=out)
-        settings = {
-            "train": federation.train, "out": str(out), "clients": federation.clients,
-            "asked": federation.asked, "patience": federation.patience,
-            "most_steps": federation.most_steps, "settings": federation.settings,
-        }  # fmt: skip
-        config = " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
-        _flower("run", str(out / "app"), "here", "--run-config", config, out=out)
+        _flower("run", str(out / "app"), "here", out=out)
         while not (out / STATEMENT).exists():
             if (out / FAILED).exists():
                 raise ProcessLost(json.loads((out / FAILED).read_bytes())["message"])
@@ -90,6 +89,15 @@ def run(federation: Federation) -> Path:
                 raise ProcessLost(f"the SuperLink has ended; {out / 'superlink.log'} says why")
             time.sleep(0.2)
     return out / STATEMENT
+
+
+def _as_toml(settings: dict[str, str | int | float]) -> str:
+    r"""Write settings as lines of TOML, whose strings escape as JSON's do.
+
+    >>> _as_toml({"out": 'a "b"', "text": "one\ntwo", "clients": 3})
+    'out = "a \\"b\\""\ntext = "one\\ntwo"\nclients = 3\n'
+    """
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
 
 def _connection(federation: Federation) -> str:
