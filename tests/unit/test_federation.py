@@ -170,7 +170,8 @@ def less_noise(content):
 
 
 def fewer_rounds(content):
-    content["federation"]["rounds"] = 1
+    for name in ("rounds", "rounds_with_all_clients"):
+        content["federation"][name] = 1
 
 
 def less_from_outside(content):
@@ -183,6 +184,14 @@ def nobody(content):
 
 def nothing_outside(content):
     content["federation"]["outside"] = None
+
+
+def more_asked_than_there_are(content):
+    content["federation"]["asked_per_round"] = 4
+
+
+def more_complete_rounds_than_rounds(content):
+    content["federation"]["rounds_with_all_clients"] = 6
 
 
 def less_epsilon(content):
@@ -198,6 +207,8 @@ def less_epsilon(content):
         (less_from_outside, "from outside the federation costs"),
         (nobody, "cannot be computed"),
         (nothing_outside, "cannot be computed"),
+        (more_asked_than_there_are, "no federation goes like that"),
+        (more_complete_rounds_than_rounds, "no federation goes like that"),
         (less_epsilon, "the plan costs epsilon"),
     ],
 )

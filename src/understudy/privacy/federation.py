@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from understudy.errors import VerificationFailed
+from understudy.errors import InvalidSettings, VerificationFailed
 from understudy.privacy.accounting import (
     LEAST_MULTIPLIER,
     epsilon_of,
@@ -63,6 +63,14 @@ class Course:
     """Numbers in an answer."""
     parts: tuple[Part, ...]
     """Of those who answered at all."""
+
+    def __post_init__(self) -> None:
+        is_possible = 1 <= self.asked_per_round <= self.clients
+        if not (is_possible and 0 <= self.rounds_with_all_clients <= self.rounds):
+            raise InvalidSettings(
+                f"{self.asked_per_round} of {self.clients} clients asked in {self.rounds} rounds, "
+                f"all in reach in {self.rounds_with_all_clients}: no federation goes like that"
+            )
 
     @classmethod
     def from_json(cls, content: Any) -> Course:
