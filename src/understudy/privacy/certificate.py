@@ -120,28 +120,7 @@ def attest(
     files: Mapping[str, bytes],
 ) -> Certificate:
     """Certify `files` as the result of a federation, by what its clients told the server."""
-    delta = course.delta
-    guarantee: dict[str, Any] = {
-        "kind": "none",
-        "reason": "a client told of no noise",
-        "epsilon": None,
-        "delta": delta,
-    }
-    if course.is_private:
-        deltas = [d for d in CURVE_DELTAS if d < 1 / facts.units or d == delta]
-        guarantee = {
-            "kind": "differential privacy",
-            "epsilon": course.server_epsilon,
-            "target_epsilon": course.server_epsilon,
-            "delta": delta,
-            "delta_split": {"accounted": course.accounted, "sampler_tail": course.tail},
-            "is_delta_large": False,
-            "unit": facts.unit,
-            "curve": _curve(course.plan, course.noise_multiplier, deltas, course.tail, ACCOUNTANT),
-            "accountant": ACCOUNTANT,
-            "library": LIBRARY,
-            "randomness": "each client itself",
-        }
+    guarantee = _told_guarantee(course, facts)
     (line,) = course.plan.to_json()
     computed = {
         "made": course.rounds_answered,
@@ -162,7 +141,7 @@ def attest(
             "composed_total": {
                 "runs": 1,
                 "epsilon": guarantee["epsilon"],
-                "delta": delta,
+                "delta": course.delta,
                 "accountant": ACCOUNTANT,
             },
         },
@@ -173,6 +152,27 @@ def attest(
         "federation": course.to_json(),
     }
     return _sealed(content, lambda _: NO_LEDGER)
+
+
+def _told_guarantee(course: Course, facts: PublicFacts) -> dict[str, Any]:
+    delta = course.delta
+    if not course.is_private:
+        reason = "a client told of no noise"
+        return {"kind": "none", "reason": reason, "epsilon": None, "delta": delta}
+    deltas = [d for d in CURVE_DELTAS if d < 1 / facts.units or d == delta]
+    return {
+        "kind": "differential privacy",
+        "epsilon": course.server_epsilon,
+        "target_epsilon": course.server_epsilon,
+        "delta": delta,
+        "delta_split": {"accounted": course.accounted, "sampler_tail": course.tail},
+        "is_delta_large": False,
+        "unit": facts.unit,
+        "curve": _curve(course.plan, course.noise_multiplier, deltas, course.tail, ACCOUNTANT),
+        "accountant": ACCOUNTANT,
+        "library": LIBRARY,
+        "randomness": "each client itself",
+    }
 
 
 def _sealed(content: dict[str, Any], authenticate: Callable[[bytes], str]) -> Certificate:
