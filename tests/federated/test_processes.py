@@ -107,7 +107,7 @@ def test_a_killed_client_and_a_spent_one_do_not_stop_a_run(tmp_path):
 
 
 def test_gs_wgan_with_settings_from_a_file_leaves_a_certified_run(tmp_path):
-    address, out = f"127.0.0.1:{free_port()}", tmp_path / 'a "quoted" folder'
+    address, out = f"127.0.0.1:{free_port()}", tmp_path / 'a "quoted" folder 😀'
     settings = tmp_path / "gs-wgan.toml"
     settings.write_text(
         "# of two lines\nshape = [1, 8, 8]\nclasses = " + json.dumps(list("0123456789"))

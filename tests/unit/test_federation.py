@@ -87,7 +87,7 @@ def test_the_least_noise_and_the_largest_delta_count():
 
 
 def test_a_client_counts_as_if_it_had_answered_every_round():
-    """Nobody knows under how many names it came back."""
+    """Nobody knows how many seats it had, one after another."""
     once = a_course(replace(TOLD, rounds_answered=1))
     assert once.server_epsilon == a_course(TOLD).server_epsilon
 

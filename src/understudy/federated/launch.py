@@ -74,7 +74,8 @@ def run(federation: Federation) -> Path:
         "asked": federation.asked, "patience": float(federation.patience),
         "most_steps": federation.most_steps, "settings": federation.settings,
     }  # fmt: skip
-    write_file(out / "app" / "pyproject.toml", (APP + _as_toml(settings)).encode())
+    lines = "".join(f"{name} = {_toml(value)}\n" for name, value in settings.items())
+    write_file(out / "app" / "pyproject.toml", (APP + lines).encode())
     write_file(out / "app" / "understudy_server.py", MODULE.encode())
     write_file(out / "flower" / "config.toml", _connection(federation).encode())
     with _superlink(federation, out) as link:
@@ -91,20 +92,16 @@ def run(federation: Federation) -> Path:
     return out / STATEMENT
 
 
-def _as_toml(settings: dict[str, str | int | float]) -> str:
-    r"""Write settings as lines of TOML, whose strings escape as JSON's do.
-
-    >>> _as_toml({"out": 'a "b"', "text": "one\ntwo", "clients": 3})
-    'out = "a \\"b\\""\ntext = "one\\ntwo"\nclients = 3\n'
-    """
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+def _toml(value: str | int | float) -> str:
+    """Write a value as TOML; its strings escape as JSON's do, but know no surrogates."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _connection(federation: Federation) -> str:
     lines = ["[superlink]", 'default = "here"', "", "[superlink.here]"]
-    lines.append(f"address = {json.dumps(federation.address)}")
+    lines.append(f"address = {_toml(federation.address)}")
     if federation.tls:
-        lines.append(f"root-certificates = {json.dumps(str(federation.tls.authority.resolve()))}")
+        lines.append(f"root-certificates = {_toml(str(federation.tls.authority.resolve()))}")
     else:
         lines.append("insecure = true")
     return "\n".join(lines) + "\n"

@@ -54,7 +54,7 @@ def release(
         seed: of the method's public randomness.
     """
     about = About(
-        name=f"the images of {course.clients} clients",
+        name=course.data,
         method=name,
         facts=facts,
         epsilon=course.server_epsilon if course.is_private else None,

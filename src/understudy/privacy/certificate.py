@@ -132,7 +132,7 @@ def attest(
         "run": run_id,
         "guarantee": guarantee,
         "data_set": {
-            "name": f"the images of {course.clients} clients",
+            "name": course.data,
             "relation": RELATION,
             "lineage": None,
             "public_facts": facts.to_json(),

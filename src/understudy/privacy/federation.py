@@ -1,9 +1,10 @@
 """What a federation's result costs its clients, by what they told the server.
 
 The server adds no noise and keeps no ledger. What it can certify follows from what it saw: how many
-rounds there were, and what noise each client said it adds. A client answers a round at most once,
-so whoever a client is, and under however many names it came back, its part is no more than one
-answer to every round with the least noise of all. Whether clients said the truth they know alone.
+rounds there were, and what noise each client said it adds. A client answers a round at most once
+under its name in its own ledger, wherever it sits, so its part is no more than one answer to every
+round with the least noise of all. One that takes another name counts as another client. Whether
+clients said the truth, and what earlier federations cost them, they know alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CONDITION = (
     "lets out only what it made of the sums; who failed to answer did not do so because of its data"
 )
 TOLERANCE = 1e-6
-LEAST_DELTA, NO_DELTA = 1e-30, 0.5
+SMALLEST_DELTA, NO_DELTA = 1e-30, 0.5
 """The least that a client can mean; and what stands where none meant any, without a guarantee."""
 
 
@@ -47,7 +48,7 @@ class Part:
     def is_private(self) -> bool:
         """Whether the client said that it adds noise, of a size that makes sense."""
         is_noise = LEAST_MULTIPLIER <= self.noise_multiplier < math.inf
-        return is_noise and LEAST_DELTA <= self.delta < 1
+        return is_noise and SMALLEST_DELTA <= self.delta < 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,11 @@ class Course:
         if self.is_private:
             said["outside"] = {"epsilon": self.outside_epsilon, "condition": CONDITION}
         return said
+
+    @property
+    def data(self) -> str:
+        """What the result is a stand-in for."""
+        return f"the images of {self.clients} clients"
 
     @property
     def is_private(self) -> bool:
@@ -148,7 +154,8 @@ class Course:
         said = (
             f"Each of {self.clients} clients added its own noise before anything left it, so this "
             "holds against the server, too. It rests on what clients told the server of their "
-            "noise; what each of them did stands in its own `federated.json`."
+            "noise, each under one name, and counts this federation alone; what each of them did, "
+            "before it too, stands in its own `federated.json`."
         )
         if self.outside_epsilon < self.server_epsilon - TOLERANCE:
             said += (

@@ -146,12 +146,12 @@ def check_form(content: dict[str, Any]) -> None:
     Raises:
         VerificationFailed: with the first such field.
     """
-    check_part(content, FORM, "")
+    _check(content, FORM, "")
     found = content.get("guarantee")
     is_none = isinstance(found, dict) and found.get("kind") == "none"
-    check_part(found, NO_GUARANTEE if is_none else GUARANTEE, "guarantee")
+    _check(found, NO_GUARANTEE if is_none else GUARANTEE, "guarantee")
     if "federation" in content:
-        check_part(content["federation"], FEDERATION, "federation")
+        _check(content["federation"], FEDERATION, "federation")
     if not all(_text(name) and _text(digest) for name, digest in content["files"].items()):
         raise _wrong("files")
     facts = content["data_set"]["public_facts"]
@@ -164,8 +164,7 @@ def check_form(content: dict[str, Any]) -> None:
         raise _wrong("data_set.public_facts") from None
 
 
-def check_part(found: Any, form: Any, where: str) -> None:
-    """Refuse what has not the form; `where` says what part of the certificate it is."""
+def _check(found: Any, form: Any, where: str) -> None:
     if isinstance(form, dict):
         if not isinstance(found, dict):
             raise _wrong(where)
@@ -173,12 +172,12 @@ def check_part(found: Any, form: Any, where: str) -> None:
             inside = f"{where}.{name}" if where else name
             if name not in found:
                 raise _wrong(inside)
-            check_part(found[name], part, inside)
+            _check(found[name], part, inside)
     elif isinstance(form, list):
         if not _is_list(found):
             raise _wrong(where)
         for value in found:
-            check_part(value, form[0], where)
+            _check(value, form[0], where)
     elif not (isinstance(found, form) if form is dict else form(found)):
         raise _wrong(where)
 
