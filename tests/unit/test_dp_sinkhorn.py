@@ -216,20 +216,57 @@ def made_of(vault, ledger, folder, *, epsilon=math.inf, **settings):
     return method.run(curator, Progress())
 
 
-@pytest.mark.parametrize("network", ["transposed", "resnet"])
-def test_it_learns_two_simple_classes_without_noise(network, ledger, tmp_path):
+@pytest.mark.parametrize(
+    ("network", "lr"), [("transposed", 5e-3), ("resnet", 5e-3), ("gallery", 0.1)]
+)
+def test_it_learns_two_simple_classes_without_noise(network, lr, ledger, tmp_path):
     images = torch.randint(0, 60, (80, 1, 8, 8), generator=seeded(), dtype=torch.uint8).numpy()
     labels = (torch.arange(80) % 2).numpy()
     images[labels == 0, :, :4] += 190
     images[labels == 1, :, 4:] += 190
     vault = a_vault(ledger, labelled_images(images, labels, classes=2))
     made = made_of(
-        vault, ledger, tmp_path, steps=40, batch=10, generated=8, lr=5e-3, ema=0.9, width=4,
+        vault, ledger, tmp_path, steps=40, batch=10, generated=8, lr=lr, ema=0.9, width=4,
         images_per_class=10, network=network, by_class=True, label_cost=1000.0, temperature=5.0,
     )  # fmt: skip
     top, bottom = made.images[:, :, :4].mean((1, 2, 3)), made.images[:, :, 4:].mean((1, 2, 3))
     assert (top - bottom)[made.labels == 0].mean() > 0.3
     assert (bottom - top)[made.labels == 1].mean() > 0.3
+
+
+def test_a_gallery_shows_each_picture_in_each_step():
+    config = DPSinkhornConfig(network="gallery", code=2, generated=6, fresh=0.0, steps=2)
+    method = DPSinkhorn(config, FACTS, seed=0)
+    params = method.network.init(seeded())
+    pictures = next(iter(params.values())).sigmoid()
+    for codes, labels in method._batches(0, torch.device("cpu")):
+        shown = method.network(params, codes, labels).flatten(1)
+        assert torch.equal(shown.sort(0).values, pictures.sort(0).values)
+
+
+def test_what_a_gallery_is_told_is_smooth():
+    """Advice on one pixel moves its neighbours too, none of another picture."""
+    config = DPSinkhornConfig(network="gallery", code=2, generated=6, fresh=0.0, smooth=1.0)
+    method = DPSinkhorn(config, FACTS, seed=0)
+    told = {}
+
+    def asked(loss, params, public, bound):
+        advice = torch.zeros_like(params["images"])
+        advice[2, 0, 3, 3] = 1.0
+        return {"images": advice}
+
+    def run(step, *args):
+        if step is method.follow:
+            told["advice"] = args[-1]
+        return step(*args)
+
+    curator = SimpleNamespace(engine=SimpleNamespace(run=run), batch_gradient=asked)
+    state = method.follow.start(method.network.init(seeded()))
+    method.turn(curator, state, *next(method._batches(0, torch.device("cpu"))))
+    advice = told["advice"]
+    assert advice.flatten(1).any(1).tolist() == [False, False, True, False, False, False]
+    assert 0 < advice[2, 0, 3, 4] < advice[2, 0, 3, 3] < 2
+    assert advice.sum() == pytest.approx(2.0, rel=1e-3)
 
 
 def test_a_step_is_compiled_once_whatever_the_batch(monkeypatch):
@@ -276,11 +313,13 @@ def test_the_plan_is_one_release_for_each_step():
     [
         ({"fresh": 1.5}, "fresh is 1.5, expected a share from 0 to 1"),
         ({"ema": 1.0}, "ema"),
-        ({"network": "dense"}, "network is 'dense', expected transposed or resnet"),
+        ({"network": "dense"}, "network is 'dense', expected transposed, resnet, gallery"),
         ({"label_cost": -1.0}, "label_cost"),
         ({"absolute": math.inf}, "absolute"),
         ({"temperature": 0.0}, "temperature"),
         ({"generated": 0}, "generated"),
+        ({"smooth": -1.0}, "smooth"),
+        ({"grain": -0.1}, "grain"),
         ({"clip_norm": math.inf}, "clip_norm"),
     ],
 )

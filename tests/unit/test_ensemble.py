@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import numpy as np
@@ -17,7 +18,7 @@ from understudy.privacy import ensemble as module
 from understudy.privacy.curator import Pace
 from understudy.privacy.ensemble import Ensemble, shards
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
-from understudy.privacy.releases.votes import votes
+from understudy.privacy.releases.votes import Placed, votes
 from understudy.training.engine import Engine
 
 MEMBERS = 4
@@ -210,14 +211,18 @@ def test_members_learn_from_their_own_records_alone():
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), unit=st.integers(0, 10), positive=st.booleans())
-def test_votes_move_by_at_most_the_sensitivity(seed, unit, positive):
+@given(
+    seed=st.integers(0, 10_000), unit=st.integers(0, 10), positive=st.booleans(),
+    placed=st.booleans(),
+)  # fmt: skip
+def test_votes_move_by_at_most_the_sensitivity(seed, unit, positive, placed):
     """Whatever members say: here they shout, each another thing."""
     data = some_images(12, seed=seed)
     public = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
 
     def shout(state, public):
-        return 1e3 * ask(state, public).sin()
+        said = 1e3 * ask(state, public).sin()
+        return Placed(said[:3], said[3].long() % 5) if placed else said
 
     released = [
         votes(
@@ -293,6 +298,65 @@ def test_noise_on_votes_of_single_units_goes_by_one_vote():
     noisy = shouted(data, facts_of(data), noise_multiplier=3.0, noise=1.0)
     expected = torch.full((4,), 12 * -0.25 + 3 * 0.5, dtype=torch.float64)
     assert torch.allclose(noisy, expected, rtol=1e-5)
+
+
+def of_both_forms(data, *, block=3, scale=1.0, positive=False):
+    """Return the sum of votes on one of five blocks each: as blocks, and written out."""
+    public = torch.randn(block, 64, generator=torch.Generator().manual_seed(1))
+
+    def say(state, public):
+        said = scale * ask(state, public).flatten()[: public.shape[0]]
+        return Placed(said, (said[0].abs() * 1e4).long() % 5)
+
+    def write_out(state, public):
+        said, place = say(state, public)
+        return (torch.arange(5) == place)[:, None] * said
+
+    return [
+        votes(
+            access_to(data, sampling_rate=1.0), an_ensemble(data, steps=6), way, public,
+            dimension=5 * block, bound=0.5, is_non_negative=positive,
+        )
+        for way in (say, write_out)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("scale", [1e-2, 1e3, math.nan])
+def test_a_placed_vote_is_what_it_would_be_with_its_zeros(scale, positive):
+    placed, whole = of_both_forms(some_images(12), scale=scale, positive=positive)
+    assert torch.allclose(placed, whole, rtol=1e-12, atol=1e-12)
+    assert bool(placed.any()) == (not math.isnan(scale))
+
+
+@pytest.mark.parametrize(("place", "heard"), [(1, 11), (-1, 0), (3, 0), (10**9, 0)])
+def test_blocks_count_where_they_are_and_members_with_a_record(place, heard):
+    data = some_images(12)
+    made = Ensemble(records_of(without(data, 3)), facts_of(data), torch.zeros(12), members=12)
+    said = votes(
+        access_to(data, sampling_rate=1.0), made,
+        lambda state, public: Placed(torch.ones(2), torch.tensor(place)), None,
+        dimension=6, bound=10.0,
+    )  # fmt: skip
+    assert said.tolist() == pytest.approx([0, 0, heard, heard, 0, 0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Placed(torch.ones(4), torch.tensor(0)),
+        Placed(torch.ones(0), torch.tensor(0)),
+        Placed(torch.ones(3), torch.zeros(2, dtype=torch.long)),
+    ],
+    ids=["a block that does not fit", "no block", "two places"],
+)
+def test_blocks_that_do_not_fit_are_refused(said):
+    data = some_images(12)
+    with pytest.raises(PlanViolation, match="expected one that fits into 15"):
+        votes(
+            access_to(data, sampling_rate=1.0), an_ensemble(data), lambda state, public: said, None,
+            dimension=15, bound=0.5,
+        )  # fmt: skip
 
 
 def test_each_member_gets_its_own_part():

@@ -36,6 +36,7 @@ from understudy.methods.teachers import (
     remembering,
 )
 from understudy.privacy.plan import PublicFacts
+from understudy.privacy.releases.votes import Placed
 from understudy.seeds import public_generator
 
 SKETCH_ROWS = 5
@@ -251,7 +252,7 @@ class Vote:
     critic: Critic
     compression: Compression
 
-    def __call__(self, state: Any, public: tuple[Shown, Tensor], turn: Tensor) -> Tensor:
+    def __call__(self, state: Any, public: tuple[Shown, Tensor], turn: Tensor) -> Tensor | Placed:
         """Return its compressed gradient. Dice are everyone's, turned by a number of its own."""
         shown, dice = public
         wishes = self.critic.wish(state, shown, turn[0])

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from understudy.errors import InvalidSettings
+from understudy.methods.canvas import blurred
 from understudy.methods.fitting import (
     DRAWN_AHEAD,
+    GRAIN,
     AdvisedState,
     AdvisedStep,
     filled,
@@ -37,6 +39,7 @@ from understudy.methods.method import (
     small_or_paper,
 )
 from understudy.methods.transport import Transport
+from understudy.nets.gallery import GalleryGenerator
 from understudy.nets.generators import GeneratorNetwork, ResnetGenerator, TransposedGenerator
 from understudy.nets.params import Params, moved
 from understudy.nets.released import Generator
@@ -49,7 +52,7 @@ from understudy.synthetic import SyntheticSet
 
 MNIST_PIXELS, FACES_PIXELS = 784, 3072
 """Costs are sums over pixels: those of other sizes are in proportion."""
-NETWORKS = {"transposed": TransposedGenerator, "resnet": ResnetGenerator}
+NETWORKS = ("transposed", "resnet", "gallery")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +75,24 @@ class DPSinkhornConfig:
     )
     lr: float = setting(1e-5, "Learning rate of the generator.")
     ema: float = setting(0.0, "How much of the averaged generator stays, each step.")
-    network: str = setting("transposed", f"Generator: {' or '.join(NETWORKS)}.")
-    code: int = setting(16, "Length of the generator's random code.")
+    smooth: float = setting(0.0, "Blur of what the generator is told, a deviation in pixels.")
+    grain: float = setting(0.0, GRAIN)
+    network: str = setting("transposed", f"Generator: {', '.join(NETWORKS)}.")
+    code: int = setting(
+        16, "Length of the generator's random code; of a gallery, pictures of each class."
+    )
     width: int = setting(64, "Channels of the generator's last maps.")
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "images_per_class", "steps", "batch", "generated", "code", "width")
         check_positive(self, "clip_norm", "temperature", "lr")
-        check_not_negative(self, "absolute", "label_cost")
+        check_not_negative(self, "absolute", "label_cost", "smooth", "grain")
         if not 0 <= self.fresh <= 1:
             raise InvalidSettings(f"fresh is {self.fresh:g}, expected a share from 0 to 1")
         if not 0 <= self.ema < 1:
             raise InvalidSettings(f"ema is {self.ema:g}, expected at least 0 and below 1")
         if self.network not in NETWORKS:
-            raise InvalidSettings(f"network is '{self.network}', expected {' or '.join(NETWORKS)}")
+            raise InvalidSettings(f"network is '{self.network}', expected {', '.join(NETWORKS)}")
 
     @property
     def more(self) -> int:
@@ -207,6 +214,15 @@ def _small(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def generator_of(config: DPSinkhornConfig, facts: PublicFacts) -> GeneratorNetwork:
+    """Return what is trained, without parameters."""
+    shape, classes, code = facts.shape, facts.classes, config.code
+    if config.network == "gallery":
+        return GalleryGenerator(shape, classes, code=code)
+    kind = ResnetGenerator if config.network == "resnet" else TransposedGenerator
+    return kind(shape, classes, code=code, width=config.width)
+
+
 class DPSinkhorn:
     """A generator that moves along noisy gradients of transport costs."""
 
@@ -231,9 +247,7 @@ class DPSinkhorn:
 
     def __init__(self, config: DPSinkhornConfig, facts: PublicFacts, *, seed: int) -> None:
         self.config, self.facts, self.seed = config, facts, seed
-        self.network: GeneratorNetwork = NETWORKS[config.network](
-            facts.shape, facts.classes, code=config.code, width=config.width
-        )
+        self.network = generator_of(config, facts)
         self.transport = Transport(
             absolute=config.absolute, label_cost=config.label_cost, temperature=config.temperature
         )
@@ -285,6 +299,8 @@ class DPSinkhorn:
         # The others never met a record: their slope is bounded alike, to weigh alike, and exact.
         others = slope[size:] * (config.clip_norm / slope[size:].norm()).clamp(max=1)
         advice = 2 * torch.cat([asked["images"], others])  # by pixels in [0, 1]
+        if config.smooth:
+            advice = blurred(advice, config.smooth)
         return cast(AdvisedState, engine.run(self.follow, state, codes, labels, advice))
 
     def _batches(self, start: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -293,7 +309,8 @@ class DPSinkhorn:
         order = torch.arange(size, device=device)
         for block in range(start // DRAWN_AHEAD, -(-self.config.steps // DRAWN_AHEAD)):
             generator = public_generator(self.seed, "codes", block)
-            codes = self.network.codes(DRAWN_AHEAD * (size + more), generator).to(device)
+            count = DRAWN_AHEAD * (size + more)
+            codes = self.network.codes_to_show(count, generator).to(device)
             for number, part in enumerate(torch.split(codes, size + more)):
                 if (step := block * DRAWN_AHEAD + number) >= start:
                     labels = (order + step * size) % max(1, self.facts.classes)
@@ -303,6 +320,6 @@ class DPSinkhorn:
         """Draw the set from the average generator, and keep that with it."""
         generator = public_generator(self.seed, "statistics")
         statistics = self.network.statistics(state.average, generator)
-        released = Generator(self.network, state.average, statistics)
+        released = Generator(self.network, state.average, statistics, grain=self.config.grain)
         images, labels = released.sample(per_class=self.config.images_per_class, seed=self.seed)
         return SyntheticSet(images, labels, self.facts.class_names, generator=released)

@@ -35,6 +35,7 @@ from understudy.methods.teachers import (
     remembering,
 )
 from understudy.privacy.plan import PublicFacts
+from understudy.privacy.releases.votes import Placed
 from understudy.seeds import public_generator
 
 
@@ -103,7 +104,7 @@ class BinVote:
     bins: int
     clip: float
 
-    def __call__(self, state: Any, public: tuple[Shown, Tensor], turn: Tensor) -> Tensor:
+    def __call__(self, state: Any, public: tuple[Shown, Tensor], turn: Tensor) -> Tensor | Placed:
         """Return a one in each bin that was hit (n, projections, bins)."""
         shown, projection = public
         wishes = self.critic.wish(state, shown, turn)

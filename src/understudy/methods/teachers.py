@@ -41,6 +41,7 @@ from understudy.nets.params import Params, moved
 from understudy.privacy.curator import Curator
 from understudy.privacy.ensemble import Ensemble, shard_size
 from understudy.privacy.plan import Plan, PlannedRelease, PublicFacts
+from understudy.privacy.releases.votes import Placed
 from understudy.progress import Progress
 from understudy.provenance import PublicInput
 from understudy.seeds import public_generator
@@ -131,12 +132,14 @@ class Wishes(NamedTuple):
         """Return what belongs to the images that wishes are for, out of (n, ...)."""
         return values if self.places is None else values[self.places]
 
-    def told(self, said: Tensor, images: int) -> Tensor:
+    def told(self, said: Tensor, images: int) -> Tensor | Placed:
         """Put what is said of wishes (wishes, ...) to their images; without a wish, nothing."""
         is_wish = (self.ways != 0).any(1)
         said = said * is_wish.view(-1, *[1] * (said.ndim - 1))
         if self.places is None:
             return said
+        if len(said) == 1:
+            return Placed(said[0], self.places[0])
         is_for = self.places == torch.arange(images, device=said.device)[:, None]
         return torch.where(is_for.view(images, -1, *[1] * (said.ndim - 1)), said, 0).sum(1)
 
@@ -280,8 +283,9 @@ class Classroom:
         alike = method.critic.start(public_generator(seed, "teachers"))
         alike = pytree.tree_map(lambda leaf: leaf.to(self.device), alike)
         start = stacked(alike, config.teachers)
+        heard = min(config.batch, method.critic.voices(config.batch))  # images it speaks of
         self.members: Ensemble = curator.ensemble(
-            start, members=config.teachers, answer=method.dimension
+            start, members=config.teachers, answer=method.dimension // config.batch * heard
         )
 
         network = method.network

@@ -34,7 +34,7 @@ from understudy.privacy.releases.class_sums import Embedding, class_sums
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.releases.histogram import histogram
 from understudy.privacy.releases.sample_gradient import SampleLoss, sample_gradient
-from understudy.privacy.releases.votes import votes
+from understudy.privacy.releases.votes import Placed, votes
 from understudy.privacy.sampling import Access
 from understudy.privacy.sealed import Sealed
 from understudy.training.engine import Engine
@@ -214,7 +214,7 @@ class Curator(Sealed):
     def votes(
         self,
         ensemble: Ensemble,
-        ask: Callable[..., Tensor],
+        ask: Callable[..., Tensor | Placed],
         public: Any = None,
         own: Any = None,
         *,
@@ -227,7 +227,8 @@ class Curator(Sealed):
 
         Args:
             ensemble: the members.
-            ask: maps a member's state, `public`, and its part of `own` if given, to its vote.
+            ask: maps a member's state, `public`, and its part of `own` if given, to its vote: a
+                tensor, or `Placed` if it is zero but for one block.
             public: what is the same for all.
             own: what is another for each, public too: tensors with the members in front.
             dimension: number of values in a vote.

@@ -11,6 +11,7 @@ where none sees another. All members learn whenever one does, so no state tells 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,14 +90,14 @@ class Ensemble(Sealed):
 
     def answers(
         self,
-        ask: Callable[..., Tensor],
+        ask: Callable[..., Any],
         public: Any,
         own: Any = None,
         *,
         chosen: Tensor | None = None,
         if_any_record: bool = False,
-    ) -> Iterator[Tensor]:
-        """Yield what members answer, chunk by chunk. Only releases may call it.
+    ) -> Iterator[Any]:
+        """Yield what members answer, chunk by chunk: tensors, nested. Only releases may call it.
 
         Args:
             ask: maps a member's state, what is public, and its part of `own`, to its answer.
@@ -114,8 +115,7 @@ class Ensemble(Sealed):
             its_own = () if own is None else (_of(own, chunk),)
             said = run(apply, _of(self._state, chunk), public, *its_own)
             if if_any_record:
-                exist = self._counts[chunk].any(1).to(said.device)
-                said = torch.where(exist.view(-1, *[1] * (said.ndim - 1)), said, 0)
+                said = pytree.tree_map(partial(_if, self._counts[chunk].any(1)), said)
             yield said
 
     def kept(self) -> dict[str, Tensor]:
@@ -176,8 +176,13 @@ def _fitting(state: State, members: int, answer: int) -> int:
     return equal if 2 * equal >= most else most  # each size of chunk is compiled by itself
 
 
-def _plainly(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def _plainly(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
+
+
+def _if(exist: Tensor, said: Tensor) -> Tensor:
+    """Return what members say (n, ...), zeros for those that do not count (n,)."""
+    return torch.where(exist.to(said.device).view(-1, *[1] * (said.ndim - 1)), said, 0)
 
 
 def _of(tree: Any, chunk: slice | Tensor) -> Any:
