@@ -26,6 +26,12 @@ def _the_same_draws() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _wide_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round alike on every processor; `narrow_on` has a test of its own."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     book = Ledger(tmp_path / "ledger.sqlite")

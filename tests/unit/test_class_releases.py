@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from door import access_to, features_of, open_curator, some_images, without
+from static import static_engine
 from understudy.errors import InvalidSettings, PlanViolation
 from understudy.privacy import bounded
 from understudy.privacy.plan import Block, Plan, PlannedRelease, joint_bound
@@ -217,6 +219,58 @@ def test_emptying_a_unit_of_any_labels_moves_such_sums_by_at_most_the_bound(seed
         before, after = (by_label(d) for d in (data, without(data, unit)))
         change = torch.cat([(before[name] - after[name]).flatten() for name in before])
         assert change.norm() <= joint_bound(BY_LABEL.blocks) * (1 + 1e-5)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Features that are scaled by something public."""
+
+    to: tuple[int, ...] = (64,)
+
+    def __call__(self, image, label, public):
+        pixels = public["by"] * (image.view(*self.to) - 0.5)
+        return [pixels, public["by"] * (1.0 + label)[None]]
+
+
+@pytest.mark.parametrize("units", [None, [n // 2 for n in range(40)]], ids=["records", "groups"])
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_features_may_depend_on_public_tensors_and_are_compiled_once_for_all(
+    units, kind, monkeypatch
+):
+    data = some_images(40, units=units)
+    blocks = (
+        Block(name="pixels", dimension=64, bound=2.0),
+        Block(name="all", dimension=1, by_class=False),
+    )
+    asked = Embedding(Scaled(), blocks, takes_label=True)
+    access = access_to(data, sampling_rate=1.0)
+    if kind == "compiled":
+        access = replace(access, engine=static_engine(monkeypatch))
+    for by in (0.1, 3.0):
+        public = {"by": torch.tensor(by)}
+        released = class_sums(access, replace(asked, public=public))
+        known = replace(asked, function=lambda image, label, p=public: Scaled()(image, label, p))
+        expected = class_sums(access_to(data, sampling_rate=1.0), known)
+        assert torch.allclose(released, expected, atol=1e-5)
+    if kind == "compiled":
+        assert len(access.engine.compiled) == int(units is None)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), unit=st.integers(0, 10))
+def test_emptying_a_unit_moves_sums_of_static_batches_by_at_most_the_bound(seed, unit):
+    data = some_images(12, seed=seed)
+    blocks = (Block(name="pixels", dimension=64, bound=2.0), Block(name="ones", dimension=1))
+    asked = Embedding(Scaled(), blocks, takes_label=True, public={"by": torch.tensor(50.0)})
+    sums = []
+    with pytest.MonkeyPatch.context() as patch:
+        engine = static_engine(patch)
+        for world in (data, without(data, unit)):
+            access = replace(access_to(world, sampling_rate=1.0), engine=engine)
+            parts = asked.split(class_sums(access, asked), 3)
+            sums.append({b.name: parts[b.name].double() / b.bound for b in blocks})
+    change = torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in sums[0]])
+    assert change.norm() <= joint_bound(blocks) * (1 + 1e-5)
 
 
 def test_wide_rows_are_summed_piece_by_piece(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -153,6 +154,90 @@ def test_a_new_function_at_every_call_is_not_compiled_for_ever(static):
     assert len(static.compiled) == len(static._programs) == module.MOST_PROGRAMS
     (line,) = static.said  # once, not at every call
     assert "programs are in use already" in line
+
+
+# On a CPU
+
+
+@pytest.fixture
+def on_cpu(static_but_for_a_gpu, monkeypatch):
+    monkeypatch.setattr(module, "WORTH_COMPILING", 5 * module.EACH_CALL)
+    monkeypatch.setattr(module, "COMPILER", "sh")  # is there; nothing is compiled by it
+    monkeypatch.delenv("CXX", raising=False)
+    return static_but_for_a_gpu
+
+
+@pytest.fixture
+def static_but_for_a_gpu(monkeypatch):
+    is_static = Engine.is_static
+    engine = static_engine(monkeypatch)
+    monkeypatch.setattr(Engine, "is_static", is_static)
+    return engine
+
+
+def test_on_a_cpu_a_step_is_compiled_once_it_has_done_enough(on_cpu):
+    state, target = start()
+    mine = theirs = state
+    for call in range(8):
+        mine = on_cpu.run(Descend(0.01), mine, target)
+        theirs = Descend(0.01)(theirs, target)
+        assert equal(mine, theirs)
+        assert len(on_cpu.compiled) == int(call >= 5)
+    on_cpu.run(Descend(0.01), *start(), times=2)  # another program, which starts to count anew
+    assert len(on_cpu.compiled) == 1
+    assert on_cpu.said == []
+
+
+def test_products_are_counted_and_repetitions_too(on_cpu):
+    left, right = torch.ones(3, 5), torch.ones(5, 7)
+    maps, filters = torch.ones(1, 2, 6, 6), torch.ones(4, 2, 3, 3)
+
+    def step(x):
+        return x + (left @ right).sum() + torch.conv2d(maps, filters).sum()
+
+    on_cpu.run(step, torch.ones(1), times=3)
+    (work,) = on_cpu._work.values()
+    assert work.each == work.done == 3 * (3 * 5 * 7 + 4 * 4 * 4 * 2 * 9 + module.EACH_CALL)
+
+
+def test_an_engine_beside_knows_nothing_of_the_shapes_of_another(on_cpu):
+    on_cpu.run(torch.neg, torch.ones(3))
+    assert on_cpu._work
+    assert on_cpu.beside()._work == {}
+
+
+def test_shapes_that_change_all_the_time_do_not_fill_memory(on_cpu):
+    for length in range(module.MOST_PROGRAMS + 2):
+        assert on_cpu.run(torch.neg, torch.ones(length)).sum() == -length
+    assert len(on_cpu._work) <= module.MOST_PROGRAMS
+    assert on_cpu.compiled == []
+
+
+def test_without_a_compiler_steps_run_as_they_are_and_it_says_so_once(on_cpu, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(8):
+        assert on_cpu.run(torch.neg, torch.ones(2)).tolist() == [-1, -1]
+        assert on_cpu.run(torch.abs, -torch.ones(2)).tolist() == [1, 1]
+    assert on_cpu.compiled == []
+    (line,) = on_cpu.said
+    assert line.startswith("there is no C++ compiler (no-such-compiler), so long work")
+
+
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", module.COMPILER)) is None, reason="there is no C++ compiler"
+)
+def test_what_a_compiler_makes_for_a_cpu_is_the_same_step(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "WORTH_COMPILING", 1)
+    said = []
+    engine = Engine(say=said.append)
+    state, target = start()
+    mine = theirs = state
+    for _ in range(3):
+        mine = engine.run(Descend(0.01), mine, target)
+        theirs = Descend(0.01)(theirs, target)
+        assert equal(mine, theirs)
+    assert len(engine._programs) == 1
+    assert said == []
 
 
 def test_without_compilation_nothing_is_traced(static):

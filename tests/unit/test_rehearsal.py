@@ -15,7 +15,15 @@ from understudy.data.images import labelled_images
 from understudy.errors import Interrupted, InvalidSettings
 from understudy.methods.method import configure
 from understudy.methods.rehearsal import Rehearsal, RehearsalConfig
-from understudy.methods.rehearsing import Beyond, Lens, Teaching, warm_start, whitening
+from understudy.methods.rehearsing import (
+    REACH,
+    Beyond,
+    Lens,
+    Teaching,
+    records_means,
+    warm_start,
+    whitening,
+)
 from understudy.nets.convnet import ConvNet
 from understudy.nets.rehearsed import RehearsedGenerator, warped
 from understudy.nets.released import Generator
@@ -96,18 +104,17 @@ def test_what_a_lens_sees_beyond_samples_is_bounded_and_adds_up_to_class_means()
     network = ConvNet((1, 8, 8), 3, 4)
     lens, weights = Lens(network, (0.5,), (0.5,)), network.init(seeded())
     samples = torch.rand(30, 1, 8, 8, generator=seeded(1))
-    beyond = Beyond.found(lens, weights, samples, torch.arange(30) % 3, classes=3)
-    reached = [beyond(*record)[0].norm() for record in zip(images, labels, strict=True)]
-    assert max(reached) <= 1 + 1e-6
-    alike = Beyond.found(
-        lens, weights, samples[:3].repeat(10, 1, 1, 1), torch.arange(30) % 3, classes=3
-    )
-    assert max(alike(*record)[0].norm() for record in zip(images, labels, strict=True)) <= 1 + 1e-6
-    wide = replace(beyond, reach=torch.tensor(10.0))  # nothing is cut
-    embedding = Embedding(wide, (Block(name="features", dimension=64),), takes_label=True)
+    beyond = Beyond(lens)
+    for some in (samples, samples[:3].repeat(10, 1, 1, 1)):  # of which the latter are all alike
+        known = beyond.found(weights, some, torch.arange(30) % 3, classes=3)
+        for record in zip(images, labels, strict=True):
+            assert beyond(*record, known)[0].norm() <= 1 + 1e-6
+    wide = known | {REACH: torch.tensor(10.0)}  # nothing is cut
+    blocks = (Block(name="features", dimension=64),)
+    embedding = Embedding(beyond, blocks, takes_label=True, public=wide)
     sums = class_sums(access_to(data), embedding).view(3, -1)
     means = torch.stack([lens(weights, images[labels == c]).mean(0) for c in range(3)])
-    assert torch.allclose(wide.target(sums, torch.full((3,), 8.0)), means, atol=1e-5)
+    assert torch.allclose(records_means(wide, sums, torch.full((3,), 8.0)), means, atol=1e-5)
 
 
 def test_a_network_sees_all_images_changed_in_the_same_way():

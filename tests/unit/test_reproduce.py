@@ -323,6 +323,20 @@ def test_a_set_without_a_test_split_is_tested_on_what_was_held_out(tmp_path):
     )  # fmt: skip
     place = Place(work=tmp_path / "w", results=tmp_path / "r", data_dir=str(tmp_path))
     reproduce(tiny_experiment(runs=(held,), published=()), place)
-    (metrics,) = (tmp_path / "w").glob("*/private/metrics.json")
+    (metrics,) = (tmp_path / "w" / "hold-out-0.1").glob("*/private/metrics.json")
     (measured,) = json.loads(metrics.read_text())["utility"]
     assert measured["test_images"] == 8
+
+
+def test_runs_with_and_without_a_hold_out_do_not_meet(tmp_path):
+    """Not in one folder, under one name; nor in one ledger, which fixes what is held out."""
+    (run, _) = tiny_experiment().runs
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    held = replace(run, hold_out=0.25)
+    kept, whole = (
+        reproduce(tiny_experiment(runs=(one,)), replace(place, results=tmp_path / name)).cells[0]
+        for name, one in (("held", held), ("whole", run))
+    )
+    assert kept["commit"] == whole["commit"]
+    folders = {path.parent for path in (tmp_path / "work").glob("**/ledger.sqlite")}
+    assert folders == {tmp_path / "work", tmp_path / "work" / "hold-out-0.25"}

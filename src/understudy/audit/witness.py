@@ -344,10 +344,10 @@ class CanaryFeatures:
     roomy: tuple[str, ...]
     """Blocks that have a place for each."""
 
-    def __call__(self, image: Tensor, *label: Tensor) -> list[Tensor]:
+    def __call__(self, image: Tensor, *more: Any) -> list[Tensor]:
         """Return the features of each block."""
         number = number_of(image, self.count)
-        found = self.embedding.function(image, *label)
+        found = self.embedding.function(image, *more)
         blocks = zip(found, self.embedding.blocks, strict=True)
         return [
             torch.where(number.sum() > 0, self._mark(number, block).to(of.dtype), of)

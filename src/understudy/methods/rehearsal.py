@@ -46,7 +46,9 @@ from understudy.methods.rehearsing import (
     Sight,
     TeacherLoss,
     Teaching,
+    as_such,
     falling,
+    records_means,
     warm_start,
     whitening,
 )
@@ -344,17 +346,16 @@ class Rehearsal:
         lens = self._lens(device)
         plain = replace(self.generator, hidden=0, warps=False, taught=0)
         images, labels = self._samples(plain, fixed, "plain")
-        sights = []
+        sights, beyond = [], Beyond(lens)
         for number in progress.steps(range(config.networks), what="features"):
             weights = moved(lens.drawn(self.seed, number), device)
-            beyond = Beyond.found(lens, weights, images, labels, classes=classes)
-            beyond = beyond if config.centre else beyond.as_such()
+            known = beyond.found(weights, images, labels, classes=classes)
+            known = known if config.centre else as_such(known)
             made = curator.released
-            found, counted = self.sums.asked(curator, "features", beyond, sizes)
+            found, counted = self.sums.asked(curator, "features", beyond, sizes, public=known)
             if curator.released > made:  # and not only repeated, after a run was cut off
                 curator.checkpoint(0, {})
-            target = beyond.target(found["features"], counted)
-            sights.append(Sight(beyond.weights, target))
+            sights.append(Sight(weights, records_means(known, found["features"], counted)))
         return sights
 
     def _refined(self, acts: Acts, curator: Curator, fixed: Params, sights: list[Sight]) -> Params:

@@ -7,7 +7,7 @@ lens's look at a record run behind the door.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from understudy.training.siamese import Siamese, changed
 ADAM = Adam(betas=(0.9, 0.99))
 AT_ONCE = 500
 """Samples that are looked at, or drawn, at a time."""
+CENTRE, REACH = "centre", "reach"
 NEAREST = 0.2
 """How far features of records may be from samples' at least: these may not vary at all."""
 STEADY = 0.1
@@ -63,41 +64,40 @@ class Lens:
         return F.normalize(found.to(images.dtype), dim=1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Beyond:
     """What a lens sees in a record and not in samples of its class; runs behind the door."""
 
     lens: Lens
-    weights: Params
-    centre: Tensor
-    """Mean features of samples of each class (classes, d)."""
-    reach: Tensor
-    """How far features may be from their class's centre, (): what is further is cut."""
 
-    @classmethod
     @torch.no_grad()
-    def found(
-        cls, lens: Lens, weights: Params, images: Tensor, labels: Tensor, *, classes: int
-    ) -> Beyond:
-        """Look at samples; classes have equally many, and half of each lies within reach."""
-        seen = torch.cat([lens(weights, part) for part in torch.split(images, AT_ONCE)])
+    def found(self, weights: Params, images: Tensor, labels: Tensor, *, classes: int) -> Params:
+        """Look at samples through a network; classes have equally many.
+
+        Returns:
+            The weights with CENTRE, mean features of samples of each class (classes, d), and REACH,
+            how far features may be from there (): half of the samples are nearer.
+        """
+        seen = torch.cat([self.lens(weights, part) for part in torch.split(images, AT_ONCE)])
         centre = classes * class_means(seen, labels, classes)
         spread = (seen - centre[labels]).norm(dim=1).median()
-        return cls(lens, weights, centre, spread.clamp(min=NEAREST))
+        return weights | {CENTRE: centre, REACH: spread.clamp(min=NEAREST)}
 
-    def as_such(self) -> Beyond:
-        """Return what asks for features themselves, whose norm is 1, whatever samples look like."""
-        nothing, whole = torch.zeros_like(self.centre), torch.ones_like(self.reach)
-        return replace(self, centre=nothing, reach=whole)
-
-    def __call__(self, image: Tensor, label: Tensor) -> list[Tensor]:
+    def __call__(self, image: Tensor, label: Tensor, known: Params) -> list[Tensor]:
         """Return how a record differs from its class's centre, as a share of the reach: (d,)."""
-        differs = self.lens(self.weights, image[None])[0] - self.centre[label]
-        return [clipped(differs / self.reach, 1.0)]
+        differs = self.lens(known, image[None])[0] - known[CENTRE][label]
+        return [clipped(differs / known[REACH], 1.0)]
 
-    def target(self, sums: Tensor, sizes: Tensor) -> Tensor:
-        """Return class means of records' features, from noisy sums of what they differ by."""
-        return self.centre + self.reach * sums / sizes[:, None]
+
+def as_such(known: Params) -> Params:
+    """Return what asks for features themselves, whose norm is 1, whatever samples look like."""
+    nothing, whole = torch.zeros_like(known[CENTRE]), torch.ones_like(known[REACH])
+    return known | {CENTRE: nothing, REACH: whole}
+
+
+def records_means(known: Params, sums: Tensor, sizes: Tensor) -> Tensor:
+    """Return class means of records' features, from noisy sums of what they differ by."""
+    return known[CENTRE] + known[REACH] * sums / sizes[:, None]
 
 
 class Sight(NamedTuple):

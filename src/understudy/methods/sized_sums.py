@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from understudy.methods.class_gaussians import SMALLEST, class_sizes
+from understudy.nets.params import Params
 from understudy.privacy.curator import Curator
 from understudy.privacy.plan import Block, PlannedRelease, PublicFacts, joint_bound
 from understudy.privacy.releases.class_sums import Embedding
@@ -21,6 +23,17 @@ COUNTS = "counts"
 """Name of the block in which a record adds a one."""
 RATIO = 3.0
 """Where units have several records: noise on the count beside each sum, relative to the sum's."""
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What a record adds, and a one."""
+
+    function: Callable[..., list[Tensor]]
+
+    def __call__(self, image: Tensor, *more: Any) -> list[Tensor]:
+        """Return what is added, block by block."""
+        return [*self.function(image, *more), image.new_ones(1)]
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,7 @@ class SizedSums:
         sizes: Tensor,
         *,
         takes_label: bool = True,
+        public: Params | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Ask for the sums of a line; return them, and the sizes of classes to divide them by.
 
@@ -72,15 +86,12 @@ class SizedSums:
             function: what a record adds, block by block, but for a count.
             sizes: of classes, as far as they are known.
             takes_label: whether the function is given a record's label, too.
+            public: what it is given after these, if it is asked for again with other tensors.
         """
         line = curator.plan[name]
         ratios = [block.ratio for block in line.blocks if block.name == COUNTS]
-
-        def counting(*record: Tensor) -> list[Tensor]:
-            return [*function(*record), record[0].new_ones(1)]
-
-        embed = counting if ratios else function
-        embedding = Embedding(embed, line.blocks, takes_label=takes_label)
+        embed = Counting(function) if ratios else function
+        embedding = Embedding(embed, line.blocks, takes_label=takes_label, public=public)
         found = curator.class_sums(embedding, release=name)
         if not ratios:
             return found, sizes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from understudy.nets import fused
 from understudy.nets.fused import NORM_EPS
-from understudy.nets.params import Params, uniform_fan_in
+from understudy.nets.params import Params, narrow_on, uniform_fan_in
 
 LAST_MAP = 4
 ALIGNED = 16
@@ -46,8 +46,8 @@ class ConvNet:
     """Type of the maps between layers; None for that of the parameters. Norms have the latter."""
 
     def on(self, device: torch.device) -> ConvNet:
-        """Return the same network; on a GPU with maps in bfloat16, whose traffic is most of it."""
-        return replace(self, maps=torch.bfloat16) if device.type == "cuda" else self
+        """Return the same network, with maps in bfloat16 where that is fast: mostly on a GPU."""
+        return replace(self, maps=narrow_on(device))
 
     @property
     def depth(self) -> int:

@@ -51,6 +51,16 @@ def parameter_count(params: Params) -> int:
     return sum(tensor.numel() for tensor in params.values())
 
 
+def narrow_on(device: torch.device) -> torch.dtype | None:
+    """Return the type of maps whose traffic is most of the work on `device`; None: as parameters.
+
+    Processors without products of that type would be slower with it.
+    """
+    if device.type == "cuda" or torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
+    return None
+
+
 def moved(params: Params, device: torch.device) -> Params:
     """Bring `params` to `device`, without waiting for it."""
     if device.type == "cpu":

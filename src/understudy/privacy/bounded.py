@@ -23,6 +23,9 @@ that is larger by one, must not carry them over."""
 LARGEST_RATIO = 1e100
 """Rows longer than this many bounds count as not finite."""
 
+PARTS = 4
+"""Parts of a batch, at least, where all but the last are full."""
+
 LARGEST_PIECE = 2**25
 """Values that are in float64 at once."""
 
@@ -69,16 +72,17 @@ def noisy_bounded_sum(
     access.group.agree_on(bound)
     units = access.sample_units()
     total = torch.zeros(dimension, dtype=torch.float64, device=records.device)
-    if by_class is not None and records.one_each:
+    size = _static_size(access, dimension) if many_times and records.one_each else 0
+    if size:
+        step = _BoundedSum(contribution, bound, access.classes, tuple(by_class or ()))
+        for places in records.padded_places(units, size):
+            total += _whole(records.run_in_place(engine, step, inputs or {}, *places), dimension)
+    elif by_class is not None and records.one_each:
         width = dimension // access.classes if all(by_class) else dimension
         for rows, labels in records.record_rows(units, contribution, inputs or {}, dimension=width):
             is_in = _is_in(labels, access.classes)
             sums_of = [is_in if apart else None for apart in by_class]
             total += _whole(clipped_sum(rows, bound, sums_of=sums_of), dimension)
-    elif many_times and engine.is_static and records.one_each:
-        step = _BoundedSum(contribution, bound)
-        for places in records.padded_places(units, access.static_batch):
-            total += _whole(records.run_in_place(engine, step, inputs or {}, *places), dimension)
     else:
         if by_class is not None:
             contribution = _InClass(contribution, access.classes, tuple(by_class))
@@ -90,6 +94,19 @@ def noisy_bounded_sum(
     if access.group.leads:  # once, whatever the number of processes
         total = total + noise_std * access.randomness.normal(dimension)
     return snapped(access.group.add_up(total), noise_std)
+
+
+def _static_size(access: Access, dimension: int) -> int:
+    """Return how many records a step takes that may be compiled; 0 where shapes had better change.
+
+    On a CPU a batch goes in parts that a cache holds. If there are several, only the last of them
+    is filled up.
+    """
+    engine = access.engine
+    if not engine.compile or engine.is_static:
+        return access.static_batch if engine.is_static else 0
+    part = access.records.units_at_once(dimension, access.at_once)
+    return part if PARTS * part <= access.expected_batch else 0
 
 
 def _whole(part: Tensor, dimension: int) -> Tensor:
@@ -107,12 +124,17 @@ class _BoundedSum:
 
     contribution: Contribution
     bound: float
+    classes: int = 0
+    by_class: tuple[bool, ...] = ()
+    """For each block of rows, whether each class's are summed apart; none if no block's are."""
 
     def __call__(
         self, images: Tensor, labels: Tensor, inputs: Params, places: Tensor, counts: Tensor
     ) -> Tensor:
         rows = self.contribution(inputs, seen(images[places]), labels[places])
-        return clipped_sum(rows, self.bound, counts)
+        is_in = _is_in(labels[places], self.classes)
+        sums_of = [is_in if apart else None for apart in self.by_class]
+        return clipped_sum(rows, self.bound, counts, sums_of=sums_of)
 
 
 def _is_in(labels: Tensor, classes: int) -> Tensor:

@@ -128,6 +128,15 @@ class Records(Sealed):
     def _at_once(self) -> int:
         return MOST_ON_GPU if self.device.type == "cuda" else MOST_RECORDS
 
+    @staticmethod
+    def units_at_once(dimension: int, at_most: int = MOST_RECORDS) -> int:
+        """Return how many rows a processor's cache holds, or a few if it cannot hold those."""
+        most = min(at_most, MOST_RECORDS)
+        fitting = max(1, min(ROW_BYTES // (4 * dimension), most))
+        if fitting < FEW:
+            fitting = max(1, min(MOST_ROW_BYTES // (4 * dimension), FEW, most))
+        return fitting
+
     def unit_rows(
         self,
         units: Tensor,
@@ -141,10 +150,7 @@ class Records(Sealed):
 
         Memory is bounded by the chunk, not by the number of units nor by the records of a unit.
         """
-        most = min(at_most, MOST_RECORDS)
-        units_at_once = max(1, min(ROW_BYTES // (4 * dimension), most))
-        if units_at_once < FEW:  # rows that no cache holds anyway
-            units_at_once = max(1, min(MOST_ROW_BYTES // (4 * dimension), FEW, most))
+        units_at_once = self.units_at_once(dimension, at_most)
         for chunk in torch.split(units, units_at_once):
             if self.one_each:
                 places, exist = self._slots(chunk)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,15 @@ class Place:
     remark: str = ""
     """What a reader of the times should know of the machine."""
 
+    def of(self, run: PlannedRun) -> Place:
+        """Return where a run is done: apart, by a ledger of its own, if it holds units out.
+
+        What is held out of a set is fixed once and for all in a ledger.
+        """
+        if not run.hold_out:
+            return self
+        return replace(self, work=self.work / f"hold-out-{run.hold_out:g}")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -86,16 +95,16 @@ def reproduce(
     report = progress or Progress()
     kept = Kept(experiment, place.results)
     wanted = [run for run in experiment.runs if not only or any(_asks_for(run, o) for o in only)]
-    make_directory(place.work)
     with stop_signals() as stop:
         if minutes is not None:
             stop.deadline = time.monotonic() + 60 * minutes
-        executor = _Executor(experiment, place, kept, stop, report)
         for run in wanted:
             if not kept.lacks(run) or stop():
                 continue
+            its_place = place.of(run)
+            make_directory(its_place.work)
             try:
-                executor.complete(run)
+                _Executor(experiment, its_place, kept, stop, report).complete(run)
             except Interrupted:
                 report.say(f"{run.name} is not finished; the same command goes on with it")
     return Outcome(kept.cells, sum(map(kept.lacks, experiment.runs)), kept.write())

@@ -1,9 +1,14 @@
-"""The engine: runs a pure function of tensors plainly on a CPU, compiled and captured on a GPU.
+"""The engine: runs pure functions of tensors, compiled where that pays.
 
 A step of training is a few hundred small kernels. Launched one by one they leave a GPU idle most of
 the time, so there the engine traces the function once (`make_fx`, which sees through `vmap` and
 double backward), compiles the trace, and captures it as a CUDA graph: one launch per call. Nothing
 waits for the GPU, so the host runs ahead and prepares what comes next.
+
+On a CPU most of the time goes to maps that are written only to be read once. Compiled, the kernels
+between two products are one; but compiling takes as long as thousands of small steps. So there a
+function runs plainly until it has done as much as a compiler needs, counted in products, not in
+seconds: which call is the first compiled one must not depend on what else the machine does.
 
 The function must be pure: all that changes between calls is an argument, and shapes stay the same.
 What it takes from elsewhere is fixed by the first call.
@@ -13,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +28,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from understudy.errors import InvalidSettings
 from understudy.files import home
@@ -28,8 +37,14 @@ from understudy.files import home
 LARGEST_COMBINED = 2**24
 """Values of the largest tensor up to which kernels are combined: it slows large ones."""
 WARM_UP_CALLS = 3
+WORTH_COMPILING = 2 * 10**12
+"""Products that a function does plainly on a CPU before it is compiled there: some ten seconds."""
+EACH_CALL = 2 * 10**8
+"""What a call costs beside its products, counted as such."""
 MOST_PROGRAMS = 32
 """Programs kept; a function that is a new object at every call would be compiled at every call."""
+COMPILER = "clang++" if sys.platform == "darwin" else "g++"
+"""What torch compiles for a CPU with, unless CXX says otherwise."""
 
 Step = Callable[..., Any]
 Say = Callable[[str], None]
@@ -56,7 +71,7 @@ class Engine:
 
     Args:
         device: where the tensors are.
-        compile: whether to compile and capture on a GPU; False to debug.
+        compile: whether to compile, and capture on a GPU; False to debug.
         say: where to tell the user that something could not be made fast.
     """
 
@@ -65,15 +80,16 @@ class Engine:
     say: Say = print
     _programs: dict[Hashable, Step] = field(default_factory=dict, repr=False)
     _compiled: dict[Hashable, Step] = field(default_factory=dict, repr=False)
+    _work: dict[Hashable, _Work] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _is_full: bool = field(default=False, repr=False)
+    _told: set[str] = field(default_factory=set, repr=False)
 
     def beside(self) -> Engine:
         """Return an engine for another thread: its own buffers and graphs, the same compilations.
 
         What two such engines run, each on a stream of its own, a GPU does at the same time.
         """
-        return replace(self, _programs={})
+        return replace(self, _programs={}, _work={})
 
     @contextlib.contextmanager
     def on_own_stream(self) -> Iterator[None]:
@@ -88,7 +104,7 @@ class Engine:
 
     @property
     def is_static(self) -> bool:
-        """Whether functions are compiled, so that shapes should not change from call to call."""
+        """Whether functions are compiled at once, so that shapes should stay as they are."""
         return self.compile and self.device.type == "cuda"
 
     def run(self, step: Step, *args: Any, times: int = 1, resident: Sequence[Tensor] = ()) -> Any:
@@ -100,12 +116,16 @@ class Engine:
             times: repeat: the result is the first argument of the next call.
             resident: tensors that are used where they are, and are the same at every call.
         """
-        if not self.is_static:
+        if not self.compile:
             return _plainly(step, times, resident, args)
         leaves, structure = pytree.tree_flatten(args)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):  # None stands for nothing public
+            return _plainly(step, times, resident, args)
         places = tuple(tensor.data_ptr() for tensor in resident)
         key = (step, times, places, structure, *map(_kind, (*resident, *leaves)))
         if key not in self._programs:
+            if not self.is_static and not self._is_worth_it(key):
+                return self._counted(key, step, times, resident, args)
             if len(self._programs) == MOST_PROGRAMS:
                 self._say_once(
                     f"{_name(step)} is not compiled: {MOST_PROGRAMS} programs are in use already; "
@@ -116,9 +136,42 @@ class Engine:
                 self._programs[key] = self._program(step, times, resident, args)
         return self._programs[key](*args)
 
+    def _is_worth_it(self, key: Hashable) -> bool:
+        """Whether a function has done enough plainly, and there is what compiles it."""
+        if key not in self._work or self._work[key].done < WORTH_COMPILING:
+            return False
+        wanted = os.environ.get("CXX", COMPILER)
+        if shutil.which(wanted) is None:
+            self._say_once(
+                f"there is no C++ compiler ({wanted}), so long work on this CPU takes about twice "
+                "as long as with one; install it to change that"
+            )
+            return False
+        return True
+
+    def _counted(
+        self,
+        key: Hashable,
+        step: Step,
+        times: int,
+        resident: Sequence[Tensor],
+        args: tuple[Any, ...],
+    ) -> Any:
+        """Run `step` plainly, and keep count of what it does."""
+        if work := self._work.get(key):
+            work.done += work.each
+            return _plainly(step, times, resident, args)
+        if len(self._work) == MOST_PROGRAMS:  # shapes that change at every call
+            self._work.clear()
+        with _Products() as products:
+            result = _plainly(step, times, resident, args)
+        each = products.count + times * EACH_CALL
+        self._work[key] = _Work(each, done=each)
+        return result
+
     def _say_once(self, text: str) -> None:
-        if not self._is_full:
-            self._is_full = True
+        if text not in self._told:
+            self._told.add(text)
             self.say(text)
 
     def _program(
@@ -142,6 +195,8 @@ class Engine:
         def repeated(*args: Any) -> Any:
             return _plainly(compiled, times, resident, args)
 
+        if not self.is_static:
+            return repeated
         try:
             with _fast_arithmetic():
                 return _Captured(repeated, args)
@@ -151,6 +206,28 @@ class Engine:
                 "compiled but launched kernel by kernel"
             )
             return repeated
+
+
+@dataclass
+class _Work:
+    """What a function does plainly, in products."""
+
+    each: int
+    done: int
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the products that run meanwhile, in matrix products and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func.overloadpacket):
+            self.count += count(*args, **(kwargs or {}), out_val=result) // 2  # sums count, too
+        return result
 
 
 @contextlib.contextmanager
@@ -186,18 +263,23 @@ def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> 
         flattened, result_structure = pytree.tree_flatten(result)
         return [_laid_out(tensor.detach()) for tensor in flattened]
 
-    distinct = _distinct(map(_laid_out, leaves))
+    kept = len(resident)  # as they are: a copy of all records would take longer than the step
+    distinct = _distinct([*leaves[:kept], *map(_laid_out, leaves[kept:])])
     traced = make_fx(flat, decomposition_table=SMALL_PRODUCTS)(*distinct)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     traced.to(leaves[0].device)  # constants too: a captured graph cannot copy them
-    is_small = max(_values(node) for node in traced.graph.nodes) <= LARGEST_COMBINED
-    options: dict[str, Any] = {"combo_kernels": is_small}
+    if leaves[0].is_cuda:
+        is_small = max(_values(node) for node in traced.graph.nodes) <= LARGEST_COMBINED
+        options: dict[str, Any] = {"combo_kernels": is_small}
+    else:
+        options = {"compile_threads": 1}  # a pool of processes would outlive an interrupt
     compiled = torch.compile(traced, fullgraph=True, dynamic=False, options=options)
 
     def call(*args: Any) -> Any:
         with torch.no_grad():
-            results = compiled(*map(_laid_out, pytree.tree_leaves(args)))
+            leaves = pytree.tree_leaves(args)
+            results = compiled(*leaves[:kept], *map(_laid_out, leaves[kept:]))
         return pytree.tree_unflatten(results, cast(pytree.TreeSpec, result_structure))
 
     call(*distinct)  # compile now, where a failure is understood

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -27,6 +28,9 @@ class Embedding:
     blocks: tuple[Block, ...]
     takes_label: bool = False
     """Whether the function gets the record's label () beside its image."""
+    public: Params | None = field(default=None, compare=False)
+    """What it gets after these, the same for all records and known to everyone. Functions that are
+    asked for again and again, and differ in this alone, are compiled once."""
 
     def dimension(self, classes: int) -> int:
         """Return the number of coordinates that are released."""
@@ -46,7 +50,8 @@ def class_sums(access: Access, embedding: Embedding) -> Tensor:
 
     Privacy:
         Reads: the records of a Poisson sample of units, or of all units at rate 1. Features are of
-            one record alone: of its image, and of its label if the embedding says so.
+            one record alone: of its image, of its label if the embedding says so, and of public
+            tensors.
         Bound: each block of a record is clipped to its declared bound (negatives clamped to zero
             where non-negativity is declared), divided by its bound and its ratio, and put into the
             part of the record's class, or into the one part of a block over all. The blocks are one
@@ -62,30 +67,40 @@ def class_sums(access: Access, embedding: Embedding) -> Tensor:
         features: zero.
     """
     blocks, classes = embedding.blocks, access.classes
-
-    def rows_of(*record: Tensor) -> list[Tensor]:
-        found = embedding.function(*record)
-        if len(found) != len(blocks):
-            raise PlanViolation(
-                f"an embedding has {len(found)} blocks, expected the {len(blocks)} declared"
-            )
-        return [_bounded(features, block) for features, block in zip(found, blocks, strict=True)]
-
-    def contribution(_: Params, images: Tensor, labels: Tensor) -> Rows:
-        records = (images, labels) if embedding.takes_label else (images,)
-        with torch.no_grad():
-            return cast(Rows, OneByOne(rows_of)(*records))
-
     total = noisy_bounded_sum(
         access,
-        contribution,
+        _Features(embedding.function, blocks, embedding.takes_label),
+        embedding.public,
         dimension=embedding.dimension(classes),
         bound=joint_bound(blocks),
         by_class=[block.by_class for block in blocks],
+        many_times=embedding.public is not None,
     )
     sizes = [block.sums(classes) * block.dimension for block in blocks]
     parts = zip(torch.split(total, sizes), blocks, strict=True)
     return torch.cat([(part * (block.bound * block.ratio)).float() for part, block in parts])
+
+
+@dataclass(frozen=True)
+class _Features:
+    """The features of records, block by block, each within its bound."""
+
+    function: Callable[..., Sequence[Tensor]]
+    blocks: tuple[Block, ...]
+    takes_label: bool
+
+    def __call__(self, public: Params, images: Tensor, labels: Tensor) -> Rows:
+        records = (images, labels) if self.takes_label else (images,)
+        with torch.no_grad():
+            return cast(Rows, OneByOne(partial(self._of_record, public))(*records))
+
+    def _of_record(self, public: Params, *record: Tensor) -> list[Tensor]:
+        found = self.function(*record, public) if public else self.function(*record)
+        if len(found) != len(self.blocks):
+            raise PlanViolation(
+                f"an embedding has {len(found)} blocks, expected the {len(self.blocks)} declared"
+            )
+        return [_bounded(part, block) for part, block in zip(found, self.blocks, strict=True)]
 
 
 def _bounded(features: Tensor, block: Block) -> Tensor:
