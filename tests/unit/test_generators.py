@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from safetensors.torch import load, save
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -22,6 +23,7 @@ from understudy.nets.generators import (
     GeneratorNetwork,
     ResnetGenerator,
 )
+from understudy.nets.modules import Doubling
 from understudy.nets.params import parameter_count
 from understudy.nets.released import Generator, divided
 from understudy.training.adam import Adam
@@ -30,6 +32,24 @@ from understudy.training.engine import Engine
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "padding", "more"), [(8, 0, 0), (5, 2, 1), (4, 1, 0), (3, 1, 1), (2, 0, 0)]
+)
+def test_doubling_by_a_convolution_is_the_transposed_one(kernel, padding, more):
+    torch.manual_seed(0)
+    theirs = nn.ConvTranspose2d(3, 2, kernel, 2, padding, output_padding=more).double()
+    ours = Doubling(3, 2, kernel, padding=padding, more=more).double()
+    ours.load_state_dict(theirs.state_dict())
+    results = []
+    for layer in (ours, theirs):
+        maps = torch.randn(4, 3, 5, 6, generator=seeded(), dtype=torch.float64, requires_grad=True)
+        images = layer(maps)
+        slopes = torch.autograd.grad(images.square().sum(), [maps, *layer.parameters()])
+        results.append([images, *slopes])
+    for ours_, theirs_ in zip(*results, strict=True):
+        assert torch.allclose(ours_, theirs_, atol=1e-12)
 
 
 def a_network(name, shape=(1, 8, 8), classes=3) -> GeneratorNetwork:

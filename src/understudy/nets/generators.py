@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from understudy.nets.class_norm import ClassNormBlocks
-from understudy.nets.modules import Shape, Sum, beside, draw, skeleton, xavier_bound
+from understudy.nets.modules import Doubling, Shape, Sum, beside, draw, skeleton, xavier_bound
 from understudy.nets.params import Params, per_channel
 
 FIRST_MAP = 4
@@ -248,9 +248,9 @@ class Deconv(nn.Module):
         self.norm0 = batch_norm(like.hidden, keeps)
         self.linear1 = nn.Linear(like.hidden + classes, features)
         self.norm1 = batch_norm(features, keeps)
-        self.conv0 = _doubled(channels + classes, channels)
+        self.conv0 = Doubling(channels + classes, channels, 5, padding=2, more=1)
         self.norm2 = maps_norm(channels, keeps)
-        self.conv1 = _doubled(channels + classes, like.shape[0])
+        self.conv1 = Doubling(channels + classes, like.shape[0], 5, padding=2, more=1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map one-hot class and code (n, features) to images."""
@@ -260,11 +260,6 @@ class Deconv(nn.Module):
         maps = hidden.view(-1, *self.sides)
         maps = torch.relu(self.norm2(self.conv0(beside(maps, one_hot))))
         return torch.sigmoid(self.conv1(beside(maps, one_hot)))
-
-
-def _doubled(inputs: int, outputs: int) -> nn.Module:
-    """Return a transposed convolution that doubles the sides of maps."""
-    return nn.ConvTranspose2d(inputs, outputs, 5, stride=2, padding=2, output_padding=1)
 
 
 @dataclass(frozen=True)
@@ -347,14 +342,14 @@ class DCGANGenerator(GeneratorNetwork):
                 *self._first(wide, (4, 4)),
                 nn.ConvTranspose2d(wide, middle, 5), CentreCrop(7, 7), nn.ReLU(), PixelNorm(),
                 nn.ConvTranspose2d(middle, narrow, 5), nn.ReLU(), PixelNorm(),
-                nn.ConvTranspose2d(narrow, self.shape[0], 8, stride=2), last,
+                Doubling(narrow, self.shape[0], 8), last,
             )  # fmt: skip
         doublings = max(2, math.ceil(math.log2(max(self.shape[1:]) / FIRST_MAP)))
         height, width = (-(-side // 2**doublings) for side in self.shape[1:])
         channels = [self.width * 2**number for number in range(doublings - 1, -1, -1)]
         layers = self._first(channels[0], (height, width))
         for inputs, outputs in pairwise((*channels, self.shape[0])):
-            layers += [nn.ConvTranspose2d(inputs, outputs, 4, 2, 1), nn.ReLU(), PixelNorm()]
+            layers += [Doubling(inputs, outputs, 4, padding=1), nn.ReLU(), PixelNorm()]
         return self._cropped([*layers[:-2], last], (height * 2**doublings, width * 2**doublings))
 
 

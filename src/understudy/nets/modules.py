@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -94,6 +95,31 @@ class Sum(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         """Apply both."""
         return cast(Tensor, self.body(maps) + self.shortcut(maps))
+
+
+class Doubling(nn.ConvTranspose2d):
+    """A transposed convolution of stride 2, as a convolution and a shuffle of pixels.
+
+    Every second pixel has a kernel of its own, of every second weight. PyTorch cannot compile the
+    gradient of a transposed convolution to a single channel: it expects it laid out differently.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, *, padding: int = 0, more: int = 0):
+        super().__init__(inputs, outputs, kernel, 2, padding, output_padding=more)
+
+    def forward(self, maps: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Map (n, inputs, h, w) to (n, outputs, ...), about twice the sides."""
+        kernel, cut = self.kernel_size[0], int(self.padding[0])
+        taps, odd = -(-kernel // 2), kernel % 2
+        whole = F.pad(self.weight, (0, odd, 0, odd))
+        whole = whole.reshape(*self.weight.shape[:2], taps, 2, taps, 2)
+        phases = whole.flip(2, 4).permute(1, 3, 5, 0, 2, 4).flatten(0, 2)
+        bias = None if self.bias is None else self.bias.repeat_interleave(4)
+        doubled = F.pixel_shuffle(F.conv2d(maps, phases, bias, padding=taps - 1), 2)
+        rows, columns = (
+            2 * side - 2 - 2 * cut + kernel + self.output_padding[0] for side in maps.shape[2:]
+        )
+        return doubled[:, :, cut : cut + rows, cut : cut + columns]
 
 
 def beside(maps: Tensor, one_hot: Tensor) -> Tensor:
