@@ -88,6 +88,7 @@ def _best(facts: PublicFacts, epsilon: float, __: Mapping[str, Any]) -> dict[str
     top = max(1, 3 * math.prod(facts.shape) // 8)
     return remembering(facts, pictures=20 if epsilon >= 5 else 5) | {
         "steps": 20, "lr": 0.5, "top": top, "clip": 0.0, "threshold": 0.0, "stochastic": False,
+        "grain": 0.2,
     }  # fmt: skip
 
 
