@@ -161,7 +161,7 @@ def test_a_new_function_at_every_call_is_not_compiled_for_ever(static):
 
 @pytest.fixture
 def on_cpu(static_but_for_a_gpu, monkeypatch):
-    monkeypatch.setattr(module, "WORTH_COMPILING", 5 * module.EACH_CALL)
+    monkeypatch.setattr(module, "TO_COMPILE", 5 * module.EACH_OPERATION)
     monkeypatch.setattr(module, "COMPILER", "sh")  # is there; nothing is compiled by it
     monkeypatch.delenv("CXX", raising=False)
     return static_but_for_a_gpu
@@ -197,7 +197,9 @@ def test_products_are_counted_and_repetitions_too(on_cpu):
 
     on_cpu.run(step, torch.ones(1), times=3)
     (work,) = on_cpu._work.values()
-    assert work.each == work.done == 3 * (3 * 5 * 7 + 4 * 4 * 4 * 2 * 9 + module.EACH_CALL)
+    products, operations = 3 * 5 * 7 + 4 * 4 * 4 * 2 * 9, 6  # two of these, two sums of them all
+    assert work.each == work.done == 3 * (products + operations * module.EACH_OPERATION)
+    assert work.to_compile == operations * module.TO_COMPILE  # however often it is repeated
 
 
 def test_an_engine_beside_knows_nothing_of_the_shapes_of_another(on_cpu):
@@ -227,7 +229,7 @@ def test_without_a_compiler_steps_run_as_they_are_and_it_says_so_once(on_cpu, mo
     shutil.which(os.environ.get("CXX", module.COMPILER)) is None, reason="there is no C++ compiler"
 )
 def test_what_a_compiler_makes_for_a_cpu_is_the_same_step(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(module, "TO_COMPILE", 0)
     said = []
     engine = Engine(say=said.append)
     state, target = start()

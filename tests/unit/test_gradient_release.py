@@ -269,7 +269,7 @@ def test_memory_is_bounded_at_any_batch(monkeypatch):
 
 def compiling(monkeypatch, data):
     """Return access with an engine of a CPU that compiles at once, batches in parts of three."""
-    monkeypatch.setattr(engine, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(engine, "TO_COMPILE", 0)
     monkeypatch.setattr(records, "FEW", 1)
     monkeypatch.setattr(records, "ROW_BYTES", 3 * 4 * flat(linear_params()).numel())
     return replace(access_to(data), engine=engine.Engine(say=pytest.fail))

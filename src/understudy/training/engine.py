@@ -7,7 +7,7 @@ waits for the GPU, so the host runs ahead and prepares what comes next.
 
 On a CPU most of the time goes to maps that are written only to be read once. Compiled, the kernels
 between two products are one; but compiling takes as long as thousands of small steps. So there a
-function runs plainly until it has done as much as a compiler needs, counted in products, not in
+function runs plainly until it has done as much as its compiler needs, counted in products, not in
 seconds: which call is the first compiled one must not depend on what else the machine does.
 
 The function must be pure: all that changes between calls is an argument, and shapes stay the same.
@@ -37,10 +37,10 @@ from understudy.files import home
 LARGEST_COMBINED = 2**24
 """Values of the largest tensor up to which kernels are combined: it slows large ones."""
 WARM_UP_CALLS = 3
-WORTH_COMPILING = 2 * 10**12
-"""Products that a function does plainly on a CPU before it is compiled there: some ten seconds."""
-EACH_CALL = 2 * 10**8
-"""What a call costs beside its products, counted as such."""
+EACH_OPERATION = 2 * 10**6
+"""What an operation costs on a CPU beside its products, counted as such."""
+TO_COMPILE = 5 * 10**9
+"""What compiling an operation for a CPU costs, counted in products: some sixty milliseconds."""
 MOST_PROGRAMS = 32
 """Programs kept; a function that is a new object at every call would be compiled at every call."""
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"
@@ -138,7 +138,8 @@ class Engine:
 
     def _is_worth_it(self, key: Hashable) -> bool:
         """Whether a function has done enough plainly, and there is what compiles it."""
-        if key not in self._work or self._work[key].done < WORTH_COMPILING:
+        work = self._work.get(key)
+        if work is None or work.done < work.to_compile:
             return False
         wanted = os.environ.get("CXX", COMPILER)
         if shutil.which(wanted) is None:
@@ -163,10 +164,10 @@ class Engine:
             return _plainly(step, times, resident, args)
         if len(self._work) == MOST_PROGRAMS:  # shapes that change at every call
             self._work.clear()
-        with _Products() as products:
+        with _Count() as count:
             result = _plainly(step, times, resident, args)
-        each = products.count + times * EACH_CALL
-        self._work[key] = _Work(each, done=each)
+        each = count.products + EACH_OPERATION * count.operations
+        self._work[key] = _Work(each, each, TO_COMPILE * count.operations // times)
         return result
 
     def _say_once(self, text: str) -> None:
@@ -210,23 +211,29 @@ class Engine:
 
 @dataclass
 class _Work:
-    """What a function does plainly, in products."""
+    """What a function does plainly, in products: in each call, so far, and before it is compiled.
+
+    As much before as compiling takes, so that in all it never takes twice as long as the better of
+    both would have.
+    """
 
     each: int
     done: int
+    to_compile: int
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the products that run meanwhile, in matrix products and convolutions."""
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count operations that run meanwhile, and products of matrices and convolutions in them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.operations = self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         if count := flop_registry.get(func.overloadpacket):
-            self.count += count(*args, **(kwargs or {}), out_val=result) // 2  # sums count, too
+            self.products += count(*args, **(kwargs or {}), out_val=result) // 2  # and sums
         return result
 
 
