@@ -46,6 +46,9 @@ MOST_PROGRAMS = 32
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"
 """What torch compiles for a CPU with, unless CXX says otherwise."""
 
+MOST_STREAMS = 64
+"""Streams that are looked at for one that is free."""
+
 Step = Callable[..., Any]
 Say = Callable[[str], None]
 
@@ -97,10 +100,10 @@ class Engine:
         if self.device.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
+        with _own_stream() as stream:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                yield
 
     @property
     def is_static(self) -> bool:
@@ -237,6 +240,27 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+_streams_in_use: set[int] = set()
+_streams_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _own_stream() -> Iterator[Any]:
+    """Give out a stream that no other thread of ours works on, above all while a graph is captured.
+
+    PyTorch hands out the same 32 again and again.
+    """
+    with _streams_lock:
+        found = (torch.cuda.Stream() for _ in range(MOST_STREAMS))  # type: ignore[no-untyped-call]
+        stream = next(one for one in found if one.cuda_stream not in _streams_in_use)
+        _streams_in_use.add(stream.cuda_stream)
+    try:
+        yield stream
+    finally:
+        with _streams_lock:
+            _streams_in_use.discard(stream.cuda_stream)
+
+
 @contextlib.contextmanager
 def _fast_arithmetic() -> Iterator[None]:
     """While kernels are chosen, let float32 products use tensor cores (10 bits of mantissa)."""
@@ -352,15 +376,15 @@ class _Captured:
         self._inputs = [_laid_out(leaf).clone() for leaf in leaves]
         self._seen: list[tuple[Any, int]] = [(None, 0)] * len(leaves)
         buffers = pytree.tree_unflatten(self._inputs, structure)
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UP_CALLS):
-                function(*buffers)
-        torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._results = function(*buffers)
+        with _own_stream() as aside:
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UP_CALLS):
+                    function(*buffers)
+            torch.cuda.current_stream().wait_stream(aside)
+            with torch.cuda.graph(self._graph, stream=aside, capture_error_mode="thread_local"):
+                self._results = function(*buffers)
 
     def __call__(self, *args: Any) -> Any:
         buffers, fresh = [], []
