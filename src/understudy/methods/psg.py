@@ -171,21 +171,13 @@ def _best(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[
     rounds, outer, inner = (1000, 10, max(1, 500 // per_class)) if epsilon >= 5 else (160, 5, 10)
     if per_class == 1:
         rounds, outer, inner = rounds * outer, 1, 1
-    return _beside(
-        given,
-        rounds=rounds,
-        outer=outer,
-        batches=1,
-        inner=inner,
-        batch=max(1, round(facts.units / 24)),
-        width=64,
-        start=0.1,
-        image_lr=0.3,
-        image_steps=10,
-        smooth=1.0,
-        average=0.5,
-        project=True,
-    )
+    shared = {
+        "rounds": rounds, "outer": outer, "batches": 1, "inner": inner,
+        "batch": max(1, round(facts.units / 24)), "width": 64, "image_steps": 10, "project": True,
+    }  # fmt: skip
+    if given.get("prior", "none") != "none":  # a mean of generators is not one of their images
+        return _beside(given, **shared, prior_lr=0.003, image_lr_end=0.0)
+    return _beside(given, **shared, start=0.1, image_lr=0.3, smooth=1.0, average=0.5)
 
 
 def _small(facts: PublicFacts, _: float, given: Mapping[str, Any]) -> dict[str, Any]:
