@@ -29,16 +29,18 @@ from torch import Tensor, nn
 
 from common import RESULTS, commit, device_name
 from understudy.data.images import labelled_images
-from understudy.methods.teachers import ADAM, Lesson, Shown, stacked
+from understudy.methods.teachers import ADAM, NetworkCritic, Shown, stacked
 from understudy.nets.critics import Teacher, halved, leaky
 from understudy.nets.modules import beside
 from understudy.nets.params import moved
 from understudy.privacy.ensemble import Ensemble
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.records import Records
+from understudy.training import engine as running
 from understudy.training.engine import Engine, choose_device
 
 CLASSES, LR = 10, 1e-3
+running.TO_COMPILE = 0  # on a CPU, too: what a long run gets
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,15 @@ def at_once(size: Size, members: int, device: torch.device) -> Callable[[], None
         data, np.arange(count), max_per_unit=None, device=device, one_each=True
     )
     ensemble = Ensemble(records, facts, start, members=members, engine=Engine(device))
-    shown, lesson = some(size, 1, device)[2], Lesson(teacher, LR)
+    shown, lesson = some(size, 1, device)[2], NetworkCritic(teacher, LR)
     positions = torch.arange(size.records)
     return lambda: ensemble.learn(lesson, positions, shown)
 
 
 def milliseconds(step: Callable[[], None], size: Size, members: int, device: torch.device) -> float:
     """Return what one step of one member takes."""
-    step()
+    for _ in range(2):  # on a CPU the first call is counted, and the second compiled
+        step()
     best = float("inf")
     for _ in range(size.repeats):
         started = time.perf_counter()

@@ -27,16 +27,18 @@ from torch import Tensor, nn
 
 from common import RESULTS, commit, device_name
 from understudy.methods.psg import PSG, PSGConfig, matching_distance
-from understudy.nets.params import parameter_count
+from understudy.nets.params import narrow_on, parameter_count
 from understudy.privacy.group import ALONE
 from understudy.privacy.plan import PublicFacts
 from understudy.privacy.randomness import InjectedRandomness, SecretRandomness
 from understudy.privacy.records import Records
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.sampling import Access
+from understudy.training import engine as running
 from understudy.training.engine import Engine, choose_device
 from understudy.training.sgd import SGD, RecordLoss, fit
 
+running.TO_COMPILE = 0  # on a CPU, too: what a long run gets
 UNITS, CLIP, INNER_AT_ONCE = 6000, 0.1, 50
 FACTS = PublicFacts(
     units=UNITS, class_names=tuple("0123456789"), shape=(1, 28, 28), mean=(0.13,), std=(0.31,)
@@ -196,8 +198,9 @@ def floors(device: torch.device, batch: int, images: int) -> dict[str, float]:
     layer's input needs none), the image step forward once and backward six times. Bytes: each map
     between layers written and read once a pass; per-example rows written once and read twice.
     """
-    width, size = CONFIG.width, 2 if device.type == "cuda" else 4
-    operations, bandwidth = machine(device, torch.bfloat16 if size == 2 else torch.float32)
+    maps_type = narrow_on(device) or torch.float32
+    width, size = CONFIG.width, maps_type.itemsize
+    operations, bandwidth = machine(device, maps_type)
     first = 2 * 1024 * 9 * width
     later = 2 * (256 + 64) * 9 * width**2
     maps = size * width * (256 + 64 + 16) * 2  # after pooling: the rest need not be stored
