@@ -190,7 +190,7 @@ def _small(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict
     """Return settings for a few thousand small images: small networks, fewer steps."""
     settings = {
         "components": 20, "samples": 500, "networks": 40, "width": 16, "refine_steps": 200,
-        "refine_batch": 100, "refine_lr": 5e-3, "hidden": 16, "match_steps": 600, "taught": 200,
+        "refine_batch": 100, "refine_lr": 5e-3, "hidden": 16, "taught": 200,
     }  # fmt: skip
     return settings | _by_facts(facts, epsilon, given) | _changes(facts, epsilon, given)
 
