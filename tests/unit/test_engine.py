@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +156,23 @@ def test_a_new_function_at_every_call_is_not_compiled_for_ever(static):
     assert len(static.compiled) == len(static._programs) == module.MOST_PROGRAMS
     (line,) = static.said  # once, not at every call
     assert "programs are in use already" in line
+
+
+def test_no_two_threads_get_one_stream(monkeypatch):
+    """PyTorch's come from a pool, again and again."""
+    handles = itertools.cycle([7, 8, 9])
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=next(handles)), raising=False
+    )
+    own = module._own_stream
+    with own() as first, own() as second:
+        for _ in range(4):
+            with own() as third:
+                given = {stream.cuda_stream for stream in (first, second, third)}
+                assert given == {7, 8, 9}
+    with own() as again:
+        assert again.cuda_stream in {7, 8, 9}
+    assert module._streams_in_use == set()
 
 
 # On a CPU

@@ -220,6 +220,9 @@ def test_two_processes_may_add_to_one_table(tmp_path):
     last = executor.Kept(tiny_experiment(), tmp_path)
     assert [c["run"] for c in last.cells] == [run.name for run in tiny_experiment().runs]
     assert "| shared |" in next(tmp_path.glob("*.md")).read_text()
+    one.add(found | {"accuracies": [0.1]})  # what the other has measured meanwhile
+    again = executor.Kept(tiny_experiment(), tmp_path)
+    assert [c["accuracies"] for c in again.cells] == [[0.9], [0.9]]
 
 
 def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):

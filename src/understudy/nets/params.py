@@ -56,7 +56,8 @@ def narrow_on(device: torch.device) -> torch.dtype | None:
 
     Processors without products of that type would be slower with it.
     """
-    if device.type == "cuda" or torch.cpu._is_avx512_bf16_supported():
+    multiplies = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # there is no public way
+    if device.type == "cuda" or (multiplies is not None and multiplies()):
         return torch.bfloat16
     return None
 

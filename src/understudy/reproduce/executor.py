@@ -141,7 +141,10 @@ class Kept:
 
     def lacks_model(self, run: PlannedRun, model: str) -> bool:
         """Whether this model was not yet trained on the set of `run`."""
-        return not any(c["run"] == run.name and c["model"] == model for c in self.cells)
+        return not self._has(run.name, model)
+
+    def _has(self, run: str, model: str) -> bool:
+        return any(c["run"] == run and c["model"] == model for c in self.cells)
 
     def add(self, cell: Cell) -> None:
         """Keep a number, at once."""
@@ -159,7 +162,8 @@ class Kept:
         """Write the table in its three forms, and what can be drawn; return the files."""
         make_directory(self.results)
         with held(self.results / f".{self._file.stem}.lock", wait=True):
-            self.cells = [*self._read(), *new]  # others may have added to it
+            self.cells = self._read()  # others may have added to it, even what is new here
+            self.cells += [cell for cell in new if not self._has(cell["run"], cell["model"])]
             return self._write()
 
     def _write(self) -> list[Path]:
