@@ -42,7 +42,8 @@ def command(
     results
         Where the table goes, as NAME.json, NAME.md and NAME.html; by default beside the runs.
     only
-        Compute only runs whose name contains this, or fits it as a pattern (mnist-*).
+        Compute only runs whose name contains this, or fits it as a pattern (mnist-*);
+        may be repeated.
     minutes
         Stop, to be continued, after about so many minutes.
     data_dir
