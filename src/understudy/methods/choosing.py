@@ -33,8 +33,8 @@ class Choice(NamedTuple):
 def choose(facts: PublicFacts, epsilon: float, settings: Mapping[str, Any]) -> Choice:
     """Choose by what is public of the records, the budget, and how many images are wanted.
 
-    In the mean over models Rehearsal was ahead wherever methods were compared: it is this one, and
-    what to say differs.
+    On small images Rehearsal was ahead in the mean over models at each budget that was tried
+    (docs/results/choices.md): it is this one, and what to say differs.
 
     >>> facts = PublicFacts(
     ...     units=1438, class_names=tuple("0123456789"), shape=(1, 8, 8), mean=(0.3,), std=(0.4,)
