@@ -6,6 +6,7 @@ from planting import Planted
 
 UNIT, DRAWS = "tests/unit", "tests/statistical/test_randomness.py"
 GRADIENT = f"{UNIT}/test_gradient_release.py"
+COMPILED = f"{UNIT}/test_compiled_release.py"
 SUM_OF_ROWS = "total += _whole(clipped_sum(rows, bound), dimension)"
 
 ERRORS = [
@@ -51,6 +52,24 @@ ERRORS = [
         new="noise_std = access.noise_multiplier * min(bound, float(total.norm()))",
         caught_by=f"{GRADIENT}::test_empty_batch_is_noise",
         shows="torch.full_like(released, 2.0 * 0.1 * 1.5 / 6)",
+    ),
+    Planted(
+        name="rows bounded as a compiler computed them, summed as it rounded them",
+        at="privacy.bounded:clipped_sum",
+        old="    for block in rows:\n        settle(block)\n",
+        new="",
+        caught_by=f"{GRADIENT}::test_compiled_the_row_that_is_summed_is_the_one_that_was_bounded",
+        shows="(one - none).norm() <= 0.1",
+    ),
+    Planted(
+        name="when it is compiled decided by a unit",
+        at="privacy.records:Records.padded_places",
+        old="            yield self._filled(*self._slots(chunk), size)",
+        new="            places, exist = self._slots(chunk)\n"
+        "            if exist.any():\n"
+        "                yield self._filled(places, exist, size)",
+        caught_by=f"{COMPILED}::test_which_call_is_compiled_first_does_not_depend_on_a_unit",
+        shows="counts == [2, 2]",
     ),
     Planted(
         name="last bits of the sum shown",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -160,19 +164,32 @@ def test_a_new_function_at_every_call_is_not_compiled_for_ever(static):
 
 def test_no_two_threads_get_one_stream(monkeypatch):
     """PyTorch's come from a pool, again and again."""
-    handles = itertools.cycle([7, 8, 9])
+    handles = itertools.cycle([6, 7, 8, 9])
     monkeypatch.setattr(
         torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=next(handles)), raising=False
     )
     own = module._own_stream
     with own() as first, own() as second:
-        for _ in range(4):
+        for _ in range(5):
             with own() as third:
                 given = {stream.cuda_stream for stream in (first, second, third)}
-                assert given == {7, 8, 9}
-    with own() as again:
-        assert again.cuda_stream in {7, 8, 9}
-    assert module._streams_in_use == set()
+                assert len(given) == 3
+    assert not any(module._streams_in_use.values())
+
+
+def test_threads_share_streams_before_one_that_captures_has_to(monkeypatch):
+    handles = itertools.cycle([7, 8, 9])
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=next(handles)), raising=False
+    )
+    with contextlib.ExitStack() as threads:
+        given = [threads.enter_context(module._own_stream()).cuda_stream for _ in range(4)]
+        with module._own_stream(alone=True) as aside:
+            assert aside.cuda_stream not in given
+            for _ in range(4):
+                assert threads.enter_context(module._own_stream()).cuda_stream in given
+    assert sorted(Counter(given).values()) == [2, 2]
+    assert not any(module._streams_in_use.values())
 
 
 # On a CPU
@@ -294,12 +311,25 @@ def test_devices():
             choose_device("cuda")
 
 
-def test_compiled_code_is_kept_on_disk(static, monkeypatch, tmp_path):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("UNDERSTUDY_HOME", str(tmp_path))
-    static.run(Descend(0.01), *start())
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+def test_compiled_code_is_kept_in_the_users_own_folder(tmp_path):
+    """A process of its own: PyTorch chooses a shared one when its compiler is imported."""
+    script = (
+        "import torch; from understudy.training.engine import Engine; "
+        "Engine().run(torch.neg, torch.ones(2)); "
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    environment["UNDERSTUDY_HOME"] = str(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == str(tmp_path / "compiled")
+
+
+def test_what_is_no_tensor_is_not_passed_over_in_silence(on_cpu):
+    assert on_cpu.run(lambda x, _: -x, torch.ones(2), None).tolist() == [-1, -1]
+    with pytest.raises(AttributeError):
+        on_cpu.run(lambda x, y: x * y, torch.ones(2), 2.0)
 
 
 def test_failure_that_is_hidden_by_its_own_report_is_told() -> None:

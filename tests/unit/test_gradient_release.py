@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +24,6 @@ from understudy.privacy.gradients import GradientRows, split_like
 from understudy.privacy.records import View
 from understudy.privacy.releases.gradient import gradient
 from understudy.privacy.sampling import Access
-from understudy.training import engine
 
 UNITS_OF_SEVERAL = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 4, 5]
 
@@ -265,59 +262,6 @@ def test_memory_is_bounded_at_any_batch(monkeypatch):
     assert set(seen) == {3}
     assert 80 <= sum(seen) < 80 + 3 * 11  # 31 units are eleven chunks, each filled up
     assert torch.allclose(released, expected, atol=1e-9, rtol=1e-5)
-
-
-def compiling(monkeypatch, data):
-    """Return access with an engine of a CPU that compiles at once, batches in parts of three."""
-    monkeypatch.setattr(engine, "TO_COMPILE", 0)
-    monkeypatch.setattr(records, "FEW", 1)
-    monkeypatch.setattr(records, "ROW_BYTES", 3 * 4 * flat(linear_params()).numel())
-    return replace(access_to(data), engine=engine.Engine(say=pytest.fail))
-
-
-@pytest.mark.skipif(shutil.which(os.environ.get("CXX", engine.COMPILER)) is None, reason="no C++")
-def test_compiled_for_a_cpu_it_is_the_same_sum_and_nothing_that_is_not_finite_gets_in(monkeypatch):
-    data, params = some_images(40), linear_params()
-
-    def loss(p, image, label):
-        """Not finite for two records, in two ways; much too large for others."""
-        odd = image[0, 0, 0] > 0.8
-        return torch.where(odd, torch.where(label > 0, math.inf, math.nan), 1e3) * linear_loss(
-            p, image, label
-        )
-
-    plain = flat(gradient(access_to(data), loss, params, clip_norm=0.1))
-    access = compiling(monkeypatch, data)
-    for _ in range(3):
-        released = flat(gradient(access, loss, params, clip_norm=0.1))
-        assert released.isfinite().all()
-        assert torch.allclose(released, plain, atol=1e-9, rtol=1e-5)
-    assert len(access.engine._programs) == 1
-    odd = (torch.from_numpy(data.images)[:, 0, 0, 0] > 0.8 * 255).nonzero().flatten().tolist()
-    assert len(odd) >= 2
-    kept = tuple(set(range(40)) - set(odd))
-    without_them = flat(gradient(access_to(data, select=kept), loss, params, clip_norm=0.1))
-    assert torch.allclose(plain, without_them, atol=1e-9)
-
-
-def test_a_small_batch_on_a_cpu_is_not_filled_up(monkeypatch):
-    """Parts of a cache's size, if a batch has several: else the place of one would be wasted."""
-    shapes = []
-    original = records.Records.padded_places
-
-    def watched(self, units, size):
-        shapes.append(size)
-        return original(self, units, size)
-
-    monkeypatch.setattr(records.Records, "padded_places", watched)
-    gradient(access_to(some_images(40)), linear_loss, linear_params(), clip_norm=0.1)
-    assert shapes == []
-    access = compiling(monkeypatch, some_images(40))
-    gradient(replace(access, engine=engine.Engine()), linear_loss, linear_params(), clip_norm=0.1)
-    assert shapes == [3]
-    plain = replace(access, engine=engine.Engine(compile=False))
-    gradient(plain, linear_loss, linear_params(), clip_norm=0.1)
-    assert shapes == [3]
 
 
 def halves(image):

@@ -87,4 +87,12 @@ def test_a_set_whose_slots_are_all_empty_adds_nothing():
     units = torch.arange(3)
     assert not list(nobody.unit_rows(units, features, {}, dimension=100))
     assert not list(nobody.record_rows(units, features, {}, dimension=100))
-    assert not list(nobody.padded_places(units, 8))
+    ((places, counts),) = nobody.padded_places(
+        units, 8
+    )  # a part to compute, of which nothing counts
+    assert places.shape == counts.shape == (8,)
+    assert not counts.any()
+    shown = nobody.through(View(lambda image: image.flatten()), lambda images: images.flatten(1))
+    ((places, counts),) = shown.padded_places(units, 8)
+    assert shown._images[places].shape == (8, 64)
+    assert not counts.any()

@@ -334,7 +334,7 @@ class CanaryBatch:
         return LARGE * (2 * is_there - 1) * params[OWN].sum()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class CanaryFeatures:
     """Features of an image; of a canary, one in a place of its own."""
 

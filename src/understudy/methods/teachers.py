@@ -141,7 +141,7 @@ class Wishes(NamedTuple):
         if len(said) == 1:
             return Placed(said[0], self.places[0])
         is_for = self.places == torch.arange(images, device=said.device)[:, None]
-        return torch.where(is_for.view(images, -1, *[1] * (said.ndim - 1)), said, 0).sum(1)
+        return torch.einsum("iw,w...->i...", is_for.to(said.dtype), said)
 
 
 class Critic(Protocol):
@@ -283,7 +283,7 @@ class Classroom:
         alike = method.critic.start(public_generator(seed, "teachers"))
         alike = pytree.tree_map(lambda leaf: leaf.to(self.device), alike)
         start = stacked(alike, config.teachers)
-        heard = min(config.batch, method.critic.voices(config.batch))  # images it speaks of
+        heard = 1 if method.critic.voices(config.batch) == 1 else config.batch  # images spoken of
         self.members: Ensemble = curator.ensemble(
             start, members=config.teachers, answer=method.dimension // config.batch * heard
         )

@@ -159,6 +159,21 @@ class _InClass:
         ]
 
 
+@torch.library.custom_op("understudy::settle", mutates_args=("rows",))
+def settle(rows: Tensor) -> None:
+    """Do nothing, behind a compiler's back: rows are what lies in memory from here on.
+
+    A compiler may take the norm of rows on their way to memory and their sum from there, where they
+    are rounded, or compute them twice, each time a little otherwise. Then the row that is summed
+    would not be the one that is bounded. For all that a compiler knows, rows change here.
+    """
+
+
+@settle.register_fake
+def _(rows: Tensor) -> None:
+    pass
+
+
 def snapped(values: Tensor, noise_std: float) -> Tensor:
     """Round to a fixed public grid, a millionth of the noise or finer.
 
@@ -191,6 +206,8 @@ def clipped_sum(
         sums_of: for each block, which of several sums (sums, n) a row is part of, at most one; None
             for one sum of all.
     """
+    for block in rows:
+        settle(block)
     limit = bound * (1 - CLIP_MARGIN)
     orders = [_memory_order(block) for block in rows]
     blocks = [

@@ -164,7 +164,7 @@ class Records(Sealed):
             for some in torch.split(torch.arange(len(owner)), at_once):
                 if len(some) == 0:  # no unit, or only empty slots: nothing to add
                     continue
-                there, _ = self._filled(places[some], at_once)
+                there, _ = self._filled(places[some], None, at_once)
                 found = self._contributions(there, contribution, inputs)
                 rows = rows or [block.new_zeros(len(chunk), *block.shape[1:]) for block in found]
                 for block, more in zip(rows, found, strict=True):
@@ -199,18 +199,19 @@ class Records(Sealed):
 
     def through(self, view: View, one_by_one: Callable[[Tensor], Tensor]) -> Records:
         """Return the same records as a view shows them; `one_by_one` applies it to several."""
-        if len(self._places) and view not in self._views:
+        if view not in self._views:
             count = len(self._places)
-            parts = torch.split(self._places, self._at_once)
-            there = [self._filled(part, self._at_once)[0] for part in parts]
+            parts = torch.split(self._places, self._at_once)  # an empty one, if there is no record
+            there = [self._filled(part, None, self._at_once)[0] for part in parts]
+            shown = torch.cat([one_by_one(seen(self._images[part])) for part in there])
             self._views[view] = Records(
-                torch.cat([one_by_one(seen(self._images[part])) for part in there])[:count],
-                self._labels[self._places.to(self.device)],
+                shown[: max(1, count)],
+                self._labels[there[0][:1] if count == 0 else self._places.to(self.device)],
                 torch.arange(count),
                 self._starts,
                 one_each=self.one_each,
             )
-        return self._views.get(view, self)
+        return self._views[view]
 
     def record_rows(
         self, units: Tensor, contribution: Contribution, inputs: Params, *, dimension: int
@@ -230,12 +231,11 @@ class Records(Sealed):
         """Yield, `size` by `size`, where the units' records are, and which of the places count.
 
         For units of one record. The last part is filled up with places that do not count; nothing
-        is ever left out.
+        is ever left out. A part of empty slots is a part, too: an engine counts its calls, and from
+        which one on it is compiled must not depend on any one unit.
         """
         for chunk in torch.split(units, size):
-            places, exist = self._slots(chunk)
-            if exist.any():
-                yield self._filled(places, size, exist)
+            yield self._filled(*self._slots(chunk), size)
 
     def whole_batch(self, units: Tensor, least: int) -> tuple[Tensor, Tensor] | None:
         """Return where all records of units are, and which of the places count; None without any.
@@ -249,11 +249,9 @@ class Records(Sealed):
         size = least or len(places)
         while size < len(places):
             size *= 2
-        return self._filled(places, size)
+        return self._filled(places, None, size)
 
-    def _filled(
-        self, places: Tensor, size: int, exist: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _filled(self, places: Tensor, exist: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
         """Fill places up to `size` with some that do not count; all that `exist` do."""
         filled = torch.zeros(2, size, dtype=torch.int64)
         filled[0, : len(places)] = places

@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -39,8 +40,8 @@ LARGEST_COMBINED = 2**24
 WARM_UP_CALLS = 3
 EACH_OPERATION = 2 * 10**6
 """What an operation costs on a CPU beside its products, counted as such."""
-TO_COMPILE = 5 * 10**9
-"""What compiling an operation for a CPU costs, counted in products: some sixty milliseconds."""
+TO_COMPILE = 25 * 10**8
+"""What compiling an operation for a CPU costs, counted in products: some thirty milliseconds."""
 MOST_PROGRAMS = 32
 """Programs kept; a function that is a new object at every call would be compiled at every call."""
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"
@@ -87,6 +88,10 @@ class Engine:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _told: set[str] = field(default_factory=set, repr=False)
 
+    def __post_init__(self) -> None:
+        # Before PyTorch's compiler is imported, which else chooses a folder that all users share.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / "compiled"))
+
     def beside(self) -> Engine:
         """Return an engine for another thread: its own buffers and graphs, the same compilations.
 
@@ -122,7 +127,7 @@ class Engine:
         if not self.compile:
             return _plainly(step, times, resident, args)
         leaves, structure = pytree.tree_flatten(args)
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):  # None stands for nothing public
+        if any(leaf is None for leaf in leaves):  # nothing public
             return _plainly(step, times, resident, args)
         places = tuple(tensor.data_ptr() for tensor in resident)
         key = (step, times, places, structure, *map(_kind, (*resident, *leaves)))
@@ -137,6 +142,7 @@ class Engine:
                 return _plainly(step, times, resident, args)
             with self._lock:  # one thread traces, compiles or captures at a time
                 self._programs[key] = self._program(step, times, resident, args)
+            self._work.pop(key, None)
         return self._programs[key](*args)
 
     def _is_worth_it(self, key: Hashable) -> bool:
@@ -189,7 +195,7 @@ class Engine:
         key = (step, structure, *map(_kind, (*resident, *leaves)))
         try:
             if key not in self._compiled:
-                with _fast_arithmetic():
+                with _fast_arithmetic() if self.is_static else contextlib.nullcontext():
                     self._compiled[key] = _compiled(step, resident, args)
             compiled = self._compiled[key]
         except Exception as error:
@@ -240,25 +246,32 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-_streams_in_use: set[int] = set()
+_streams_in_use: Counter[int] = Counter()
 _streams_lock = threading.Lock()
+ALONE = 10**6
+"""How much a stream that nobody else may have weighs."""
 
 
 @contextlib.contextmanager
-def _own_stream() -> Iterator[Any]:
-    """Give out a stream that no other thread of ours works on, above all while a graph is captured.
+def _own_stream(*, alone: bool = False) -> Iterator[Any]:
+    """Give out a stream that no other thread of ours works on, if any is left.
 
-    PyTorch hands out the same 32 again and again.
+    PyTorch hands out the same 32 again and again. One stays free for a graph to be captured on
+    alone; beyond the others, threads share.
     """
     with _streams_lock:
-        found = (torch.cuda.Stream() for _ in range(MOST_STREAMS))  # type: ignore[no-untyped-call]
-        stream = next(one for one in found if one.cuda_stream not in _streams_in_use)
-        _streams_in_use.add(stream.cuda_stream)
+        drawn = (torch.cuda.Stream() for _ in range(MOST_STREAMS))  # type: ignore[no-untyped-call]
+        found = {one.cuda_stream: one for one in drawn}
+        uses = {handle: _streams_in_use[handle] for handle in found}
+        if not alone and list(uses.values()).count(0) == 1 and len(uses) > 1:
+            uses = {handle: count for handle, count in uses.items() if count}
+        handle = min(uses, key=lambda handle: uses[handle])
+        _streams_in_use[handle] += (weight := ALONE if alone else 1)
     try:
-        yield stream
+        yield found[handle]
     finally:
         with _streams_lock:
-            _streams_in_use.discard(stream.cuda_stream)
+            _streams_in_use[handle] -= weight
 
 
 @contextlib.contextmanager
@@ -284,7 +297,6 @@ def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> 
     """Trace `step` at the shapes of its arguments and compile the trace."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / "compiled"))
     leaves, structure = pytree.tree_flatten((*resident, *args))
     result_structure: pytree.TreeSpec | None = None
 
@@ -377,7 +389,7 @@ class _Captured:
         self._seen: list[tuple[Any, int]] = [(None, 0)] * len(leaves)
         buffers = pytree.tree_unflatten(self._inputs, structure)
         self._graph = torch.cuda.CUDAGraph()
-        with _own_stream() as aside:
+        with _own_stream(alone=True) as aside:
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 for _ in range(WARM_UP_CALLS):

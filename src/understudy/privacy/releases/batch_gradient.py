@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,10 @@ def batch_gradient(
     records, engine = access.records, access.engine
     dimension = sum(tensor.numel() for tensor in params.values())
     answer = torch.zeros(dimension, dtype=torch.float64, device=records.device)
+    # How large a batch came out is private. On a CPU an engine compiles what it has run often
+    # enough: that size would decide from which call on, and be a constant in code on disk.
     least = access.static_batch if engine.is_static else 0
+    engine = engine if engine.is_static else replace(engine, compile=False)
     batch = records.whole_batch(access.sample_units(), least)
     if batch is not None:
         step = _BoundedGradient(loss, tuple(params), bound)

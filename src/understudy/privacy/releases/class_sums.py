@@ -67,14 +67,15 @@ def class_sums(access: Access, embedding: Embedding) -> Tensor:
         features: zero.
     """
     blocks, classes = embedding.blocks, access.classes
+    takes_public = embedding.public is not None
     total = noisy_bounded_sum(
         access,
-        _Features(embedding.function, blocks, embedding.takes_label),
+        _Features(embedding.function, blocks, embedding.takes_label, takes_public),
         embedding.public,
         dimension=embedding.dimension(classes),
         bound=joint_bound(blocks),
         by_class=[block.by_class for block in blocks],
-        many_times=embedding.public is not None,
+        many_times=takes_public,
     )
     sizes = [block.sums(classes) * block.dimension for block in blocks]
     parts = zip(torch.split(total, sizes), blocks, strict=True)
@@ -88,6 +89,7 @@ class _Features:
     function: Callable[..., Sequence[Tensor]]
     blocks: tuple[Block, ...]
     takes_label: bool
+    takes_public: bool
 
     def __call__(self, public: Params, images: Tensor, labels: Tensor) -> Rows:
         records = (images, labels) if self.takes_label else (images,)
@@ -95,7 +97,8 @@ class _Features:
             return cast(Rows, OneByOne(partial(self._of_record, public))(*records))
 
     def _of_record(self, public: Params, *record: Tensor) -> list[Tensor]:
-        found = self.function(*record, public) if public else self.function(*record)
+        known = (public,) if self.takes_public else ()
+        found = self.function(*record, *known)
         if len(found) != len(self.blocks):
             raise PlanViolation(
                 f"an embedding has {len(found)} blocks, expected the {len(self.blocks)} declared"
