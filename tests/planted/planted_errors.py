@@ -58,7 +58,7 @@ ERRORS = [
         at="privacy.bounded:clipped_sum",
         old="    for block in rows:\n        settle(block)\n",
         new="",
-        caught_by=f"{GRADIENT}::test_compiled_the_row_that_is_summed_is_the_one_that_was_bounded",
+        caught_by=f"{COMPILED}::test_compiled_the_row_that_is_summed_is_the_one_that_was_bounded",
         shows="(one - none).norm() <= 0.1",
     ),
     Planted(
