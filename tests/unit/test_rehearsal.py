@@ -275,7 +275,7 @@ def test_small_sets_move_pixels_and_large_ones_have_a_teacher_where_records_suff
         assert plain.features_share == settings_of(many, 1).features_share
 
 
-@pytest.mark.parametrize("preset", ["quick", "small"])
+@pytest.mark.parametrize("preset", ["cpu", "quick", "small"])
 def test_networks_see_changes_where_a_small_set_has_budget(preset):
     def seen(epsilon, **given):
         many = replace(FACTS, units=30_000)

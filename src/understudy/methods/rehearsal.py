@@ -75,7 +75,7 @@ LONG, MIDDLE, SHORT = 1.0, 0.8, 0.65
 """Bounds on a record, on what differs from the mean of all, and on what differs from its class's;
 in root mean squares of an image, by the declared standard deviation of pixels."""
 CLEAR = 20_000
-"""Records of a class, times epsilon, from which on networks of `quick` and `small` see changes."""
+"""Records of a class, times epsilon, from which on networks see changes, but for preset `best`."""
 TEACHABLE = 5000
 """Records of a class, times epsilon, from which on a teacher is worth its budget."""
 WAVES = 0.22
@@ -177,8 +177,17 @@ def _changes(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> di
     return {"augment": CHANGES} if is_clear and not _is_large(given) else {}
 
 
-def _quick(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
+def _cpu(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings for two cores and a quarter of an hour: fewer and narrower networks."""
+    settings = {
+        "samples": 3000, "networks": 64, "width": 64, "refine_steps": 800, "refine_batch": 200,
+        "hidden": 32,
+    }  # fmt: skip
+    return settings | _by_facts(facts, epsilon, given) | _changes(facts, epsilon, given)
+
+
+def _quick(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings for two cores and a few minutes: a quarter of the networks, half as wide."""
     settings = {
         "samples": 2000, "networks": 16, "width": 32, "refine_steps": 400, "refine_batch": 200,
         "hidden": 16, "match_steps": 1500,
@@ -206,8 +215,11 @@ class Rehearsal:
             "digits and USPS, including their test splits; sizes and numbers of steps are those of "
             "a forerunner, tried on MNIST and Fashion-MNIST, including their test splits",
         ),
+        "cpu": Preset(
+            _cpu, "sizes fit a quarter of an hour on two cores at 28 px; the rest as `small`"
+        ),
         "quick": Preset(
-            _quick, "sizes fit a quarter of an hour on two cores at 28 px; the rest as `small`"
+            _quick, "sizes fit a few minutes on two cores at 28 px; the rest as `small`"
         ),
         "small": Preset(
             _small,
