@@ -349,6 +349,17 @@ def test_presets_follow_public_facts(units, shape, preset):
     DPSinkhorn(found.config, facts, seed=0).plan()
 
 
+def test_best_shows_as_many_images_of_each_class_as_records_are_drawn():
+    facts = PublicFacts(
+        units=60_000, class_names=tuple("abc"), shape=(1, 28, 28), mean=(0.5,), std=(0.5,)
+    )
+    config = configure(DPSinkhorn, facts, 10, preset="best").config
+    assert config.batch == config.generated == 15
+    (line,) = DPSinkhorn(config, facts, seed=0).plan().releases
+    assert line.sampling_rate * 60_000 == pytest.approx(15)
+    assert line.dimension == 15 * 784
+
+
 def test_costs_of_presets_grow_with_the_pixels():
     small, large = (
         configure(

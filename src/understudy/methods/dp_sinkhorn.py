@@ -174,6 +174,18 @@ def _paper(
     }
 
 
+def _best(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ten pictures of each class instead of a network, which take an eighth of the steps.
+
+    Five of each class meet as many records of it, so each becomes the mean of those like it.
+    """
+    images = 5 * max(1, facts.classes)
+    return _paper(facts, epsilon, given) | {
+        "steps": 60_000, "batch": images, "generated": images, "fresh": 0.0, "by_class": True,
+        "lr": 1e-3, "smooth": 1.0, "grain": 0.2, "network": "gallery", "code": 10,
+    }  # fmt: skip
+
+
 def _colour(facts: PublicFacts, _: float, __: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for faces of 32 px: squared differences alone, and plans that spread."""
     scale = math.prod(facts.shape) / FACES_PIXELS
@@ -234,6 +246,7 @@ class DPSinkhorn:
         "paper-fashion": Preset(
             partial(_paper, absolute=3.0), "Fashion-MNIST, by the paper's authors"
         ),
+        "best": Preset(_best, "a sixth of MNIST's and Fashion-MNIST's training images"),
         "paper-colour": Preset(_colour, "CelebA at 32 px, by the paper's authors"),
         "small": Preset(_small, "digits (scikit-learn), including its test split"),
     }
