@@ -24,6 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -151,7 +152,7 @@ class Engine:
         if work is None or work.done < work.to_compile:
             return False
         wanted = os.environ.get("CXX", COMPILER)
-        if shutil.which(wanted) is None:
+        if not _is_there(wanted):
             self._say_once(
                 f"there is no C++ compiler ({wanted}), so long work on this CPU takes about twice "
                 "as long as with one; install it to change that"
@@ -327,6 +328,11 @@ def _compiled(step: Step, resident: Sequence[Tensor], args: tuple[Any, ...]) -> 
 
     call(*distinct)  # compile now, where a failure is understood
     return call
+
+
+@cache
+def _is_there(program: str) -> bool:
+    return shutil.which(program) is not None
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
