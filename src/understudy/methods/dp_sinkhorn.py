@@ -182,7 +182,7 @@ def _best(facts: PublicFacts, epsilon: float, given: Mapping[str, Any]) -> dict[
     images = 5 * max(1, facts.classes)
     return _paper(facts, epsilon, given) | {
         "steps": 60_000, "batch": images, "generated": images, "fresh": 0.0, "by_class": True,
-        "lr": 1e-3, "smooth": 1.0, "grain": 0.2, "network": "gallery", "code": 10,
+        "lr": 4.5e-3, "smooth": 1.0, "grain": 0.2, "network": "gallery", "code": 10,
     }  # fmt: skip
 
 
