@@ -22,6 +22,7 @@ from understudy.privacy.accounting import epsilon_of
 from understudy.privacy.group import Group
 from understudy.privacy.plan import Budget, Plan, PlannedRelease
 from understudy.privacy.releases.batch_gradient import batch_gradient
+from understudy.training import engine
 
 GROUPS = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 4, 5]
 POINT = {"point": torch.linspace(-1, 1, 64)}
@@ -193,6 +194,16 @@ def test_noise_is_scaled_to_two_bounds_whoever_is_sampled(select):
         noise_multiplier=3.0, noise=1.0,
     )  # fmt: skip
     assert torch.allclose(silent, torch.full_like(silent, 3.0))
+
+
+def test_on_a_cpu_no_size_of_a_batch_is_counted_or_compiled(monkeypatch):
+    monkeypatch.setattr(engine, "TO_COMPILE", 0)
+    access = access_to(some_images(12))
+    for select in ((1, 2), (1, 2, 3), (1, 2)):
+        asked = replace(access, randomness=access_to(some_images(12), select=select).randomness)
+        batch_gradient(asked, entangled, POINT, bound=0.5)
+    assert access.engine.compile
+    assert access.engine._work == access.engine._programs == {}
 
 
 def test_an_empty_batch_asks_no_loss():

@@ -87,9 +87,7 @@ def test_a_set_whose_slots_are_all_empty_adds_nothing():
     units = torch.arange(3)
     assert not list(nobody.unit_rows(units, features, {}, dimension=100))
     assert not list(nobody.record_rows(units, features, {}, dimension=100))
-    ((places, counts),) = nobody.padded_places(
-        units, 8
-    )  # a part to compute, of which nothing counts
+    ((places, counts),) = nobody.padded_places(units, 8)  # to be computed; nothing counts
     assert places.shape == counts.shape == (8,)
     assert not counts.any()
     shown = nobody.through(View(lambda image: image.flatten()), lambda images: images.flatten(1))

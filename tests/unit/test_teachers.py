@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from door import records_of, some_images, without
 from understudy.errors import InvalidSettings
 from understudy.methods.datalens import DataLens, DataLensConfig, Levels, Signs, Vote, scaled
 from understudy.methods.g_pate import BinVote, GPATEConfig
 from understudy.methods.pate_gan import PATEGAN, Favourites, PATEGANConfig, Student, YesOrNo
-from understudy.methods.teachers import NetworkCritic, RecordsCritic, Shown, stacked, wish
+from understudy.methods.teachers import NetworkCritic, RecordsCritic, Shown, Wishes, stacked, wish
 from understudy.nets.critics import Teacher
 from understudy.privacy.accounting import epsilon_of
 from understudy.privacy.ensemble import Ensemble, shards
@@ -221,6 +222,32 @@ def test_a_record_votes_on_one_image_alone():
     assert said.said.norm() == pytest.approx(math.sqrt(critic.voices(4)) * rule.bound)
     counted = BinVote(critic, 4, 0.0)(state, (seen, drawn(PIXELS, 6)), torch.tensor(0.3))
     assert counted.said.norm() == pytest.approx(math.sqrt(critic.voices(4) * 6))
+
+
+class Largest(TorchDispatchMode):
+    """Note the most values of any tensor that is made meanwhile."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.values = max(self.values, made.numel())
+        return made
+
+
+def test_what_several_records_say_takes_no_room_for_each_pair_with_an_image():
+    images, records = 20, 7
+    places = torch.tensor([3, 0, 3, 19, 4, 4, 3])
+    ways = dice(records, PIXELS)
+    ways[5] = 0  # no wish after all
+    expected = torch.zeros(images, PIXELS)
+    for place, way in zip(places, ways, strict=True):
+        expected[place] += way
+    with Largest() as largest:
+        told = Wishes(ways, places).told(ways, images)
+    assert torch.allclose(told, expected)
+    assert largest.values == images * PIXELS
 
 
 def test_each_record_has_one_favourite_and_all_may_have_the_same():
