@@ -16,6 +16,7 @@ from understudy.errors import InvalidData, InvalidSettings
 from understudy.methods import METHODS, load_method
 from understudy.methods.method import configure
 from understudy.privacy.plan import PublicFacts
+from understudy.progress import Progress
 from understudy.reproduce import executor, tables
 from understudy.reproduce.executor import Place, reproduce
 from understudy.reproduce.experiment import (
@@ -26,6 +27,7 @@ from understudy.reproduce.experiment import (
     load_experiment,
     names,
 )
+from understudy.runs import held
 
 FACTS = PublicFacts(
     units=60_000, class_names=tuple("0123456789"), shape=(1, 28, 28), mean=(0.1,), std=(0.3,)
@@ -122,7 +124,7 @@ def test_only_missing_numbers_are_computed(tmp_path, monkeypatch):
     outcome = reproduce(experiment, place)
     assert made == [second, first]
     assert outcome.missing == 0
-    assert [cell["seed"] for cell in outcome.cells] == [1, 0]
+    assert [cell["seed"] for cell in outcome.cells] == [0, 1]
     reproduce(experiment, place)
     assert made == [second, first]
 
@@ -223,6 +225,43 @@ def test_two_processes_may_add_to_one_table(tmp_path):
     one.add(found | {"accuracies": [0.1]})  # what the other has measured meanwhile
     again = executor.Kept(tiny_experiment(), tmp_path)
     assert [c["accuracies"] for c in again.cells] == [[0.9], [0.9]]
+
+
+def test_a_run_that_another_process_works_on_is_left_to_it(tmp_path):
+    experiment, said = tiny_experiment(), []
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    first, second = (run.name for run in experiment.runs)
+    (tmp_path / "work").mkdir()
+
+    class Told(Progress):
+        def say(self, text):
+            said.append(text)
+
+    with held(tmp_path / "work" / f".{first}.lock"):
+        outcome = reproduce(experiment, place, progress=Told())
+    assert [cell["run"] for cell in outcome.cells] == [second]
+    assert outcome.missing == 1
+    assert not (tmp_path / "work" / first).exists()
+    assert f"{first} is left to another process, which is working on it" in said
+    assert reproduce(experiment, place).missing == 0
+
+
+def test_what_another_process_has_measured_meanwhile_is_not_measured_again(tmp_path, monkeypatch):
+    experiment = tiny_experiment()
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    (first, second), held_before = experiment.runs, executor.held
+
+    def slower(lock, **options):
+        if second.name in lock.name:  # while we were at the first
+            found = cell(**second.fields() | {"run": second.name}, accuracies=[0.9], remark="")
+            executor.Kept(experiment, place.results).add(found)
+        return held_before(lock, **options)
+
+    monkeypatch.setattr(executor, "held", slower)
+    outcome = reproduce(experiment, place)
+    assert outcome.missing == 0
+    assert (tmp_path / "work" / first.name).exists()
+    assert not (tmp_path / "work" / second.name).exists()
 
 
 def test_curves_are_drawn_one_picture_for_each_data_set(tmp_path):

@@ -1,7 +1,8 @@
 """Do what an experiment says: make its sets, measure them, keep each number as soon as it is there.
 
 Only missing numbers are computed. An unfinished run goes on from its last committed block, so a
-table can grow over many calls on a borrowed machine, and several processes can work on one table.
+table can grow over many calls on a borrowed machine. Several processes can work on one table: each
+takes a run that no other is working on.
 """
 
 from __future__ import annotations
@@ -104,10 +105,16 @@ def reproduce(
             its_place = place.of(run)
             make_directory(its_place.work)
             try:
-                _Executor(experiment, its_place, kept, stop, report).complete(run)
+                with held(its_place.work / f".{run.name}.lock"):
+                    kept.refresh()
+                    if kept.lacks(run):
+                        _Executor(experiment, its_place, kept, stop, report).complete(run)
+            except BlockingIOError:
+                report.say(f"{run.name} is left to another process, which is working on it")
             except Interrupted:
                 report.say(f"{run.name} is not finished; the same command goes on with it")
-    return Outcome(kept.cells, sum(map(kept.lacks, experiment.runs)), kept.write())
+    files = kept.write()
+    return Outcome(kept.cells, sum(map(kept.lacks, experiment.runs)), files)
 
 
 def _asks_for(run: PlannedRun, words: str) -> bool:
@@ -122,6 +129,10 @@ class Kept:
         suffix = "" if experiment.scale == "full" else f"-{experiment.scale}"
         self._file = results / f"{experiment.name}{suffix}.json"
         self.cells: list[Cell] = self._read()
+
+    def refresh(self) -> None:
+        """Take up what other processes have measured meanwhile."""
+        self.cells = self._read()
 
     def _read(self) -> list[Cell]:
         """Return the numbers in the file, of runs that belong to the experiment."""
@@ -162,7 +173,7 @@ class Kept:
         """Write the table in its three forms, and what can be drawn; return the files."""
         make_directory(self.results)
         with held(self.results / f".{self._file.stem}.lock", wait=True):
-            self.cells = self._read()  # others may have added to it, even what is new here
+            self.refresh()  # others may have added to it, even what is new here
             self.cells += [cell for cell in new if not self._has(cell["run"], cell["model"])]
             return self._write()
 
