@@ -106,6 +106,15 @@ ERRORS = [
         shows="pytest.approx(1e-3",
     ),
     Planted(
+        name="the sum of a unit's records rounded where a batch of them ends",
+        at="privacy.records:_sums_like",
+        old="return rows.new_zeros((units, *rows.shape[1:]), dtype=torch.float64)",
+        new="return rows.new_zeros((units, *rows.shape[1:]))",
+        caught_by=f"{UNIT}/test_records.py::"
+        "test_where_a_batch_ends_within_a_unit_does_not_round_its_sum",
+        shows="sums[1:].tolist() == [1.0] * 11",
+    ),
+    Planted(
         name="a row of NaN passes the clip",
         at="privacy.bounded:clipped_sum",
         old="is_kept = norms < LARGEST_RATIO * limit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,24 @@ def test_units_of_several_records_are_computed_in_batches_of_a_public_size(unit)
     others = torch.arange(11) != unit
     assert torch.allclose(whole[others], empty[others], atol=1e-5)
     assert not empty[unit].any()
+
+
+def test_where_a_batch_ends_within_a_unit_does_not_round_its_sum():
+    """In bfloat16 256 + 1 - 256 is 0 if it is rounded after the second record, else 1."""
+    owners = np.repeat(np.arange(12), [1, *[3] * 11])
+    data = some_images(len(owners), units=owners, unit="patient")
+    values = torch.tensor([-256.0, 256.0, 1.0], dtype=torch.bfloat16)  # classes 1, 2, 0 of a unit
+
+    def cancelling(_, images, labels):
+        return [values[labels][:, None]]
+
+    units, found = torch.arange(12), []
+    for records in (records_of(data), records_of(without(data, 0))):
+        ((rows,),) = records.unit_rows(units, cancelling, {}, dimension=1)
+        found.append(rows.flatten())
+    assert len(owners) > FEW_RECORDS  # one batch ends in the midst of the last unit
+    for sums in found:
+        assert sums[1:].tolist() == [1.0] * 11
 
 
 def test_views_are_computed_in_batches_of_one_size():

@@ -59,6 +59,33 @@ def _where(exist: Tensor, rows: Rows) -> Rows:
     return [torch.where(there.view(-1, *[1] * (row.ndim - 1)), row, 0) for row in rows]
 
 
+def _sums_like(rows: Tensor, units: int) -> Tensor:
+    """Return the sums of no rows yet, one for each unit, in float64.
+
+    In the rows' own type a sum would be rounded wherever a pass over the records ends: in the midst
+    of a unit, at a place that others have a part in.
+    """
+    return rows.new_zeros((units, *rows.shape[1:]), dtype=torch.float64)
+
+
+def _add_in_order(sums: Tensor, owner: Tensor, rows: Tensor) -> None:
+    """Add each record's row to its unit's sum, the first records of all units before the second.
+
+    A unit's sum is then rounded alike wherever its records are and whatever others there are: a GPU
+    adds rows of one call in any order.
+
+    Args:
+        sums: of the units, changed in place.
+        owner: the place in `sums` of each record's unit; a unit's records stand together.
+        rows: of the records, and maybe further ones that do not count.
+    """
+    rank = torch.arange(len(owner)) - torch.searchsorted(owner, owner)
+    for turn in range(int(rank.max()) + 1):
+        there = (rank == turn).nonzero().flatten()
+        some = rows[there.to(rows.device)].to(sums.dtype)
+        sums.index_add_(0, owner[there].to(sums.device), some)
+
+
 class Records(Sealed):
     """Hold images, labels and the slot of each unit; a slot may be empty."""
 
@@ -166,9 +193,9 @@ class Records(Sealed):
                     continue
                 there, _ = self._filled(places[some], None, at_once)
                 found = self._contributions(there, contribution, inputs)
-                rows = rows or [block.new_zeros(len(chunk), *block.shape[1:]) for block in found]
+                rows = rows or [_sums_like(block, len(chunk)) for block in found]
                 for block, more in zip(rows, found, strict=True):
-                    block.index_add_(0, owner[some].to(block.device), more[: len(some)])
+                    _add_in_order(block, owner[some], more)
             if rows:
                 yield rows
 
