@@ -23,7 +23,7 @@ from understudy.errors import Interrupted, InvalidSettings, LedgerError, Storage
 from understudy.files import canonical_json
 from understudy.methods import load_method
 from understudy.methods.choosing import AUTO, choose
-from understudy.methods.method import Configured, Method, configure
+from understudy.methods.method import Configured, Method, certified_settings, configure
 from understudy.nets.released import Artefact, Classifier, Generator
 from understudy.privacy import certificate as certificates
 from understudy.privacy.briefing import Briefing
@@ -301,7 +301,7 @@ class Job:
             run_id=run_id,
             method={
                 "name": asked.method,
-                "settings": asdict(configured.config),
+                "settings": certified_settings(configured.config),
                 "preset": configured.preset,
                 "preset_tuned_on": configured.tuned_on,
                 "seed": asked.seed,

@@ -129,6 +129,19 @@ def test_a_file_that_was_added_fails(run):
         understudy.verify(run)
 
 
+@pytest.mark.parametrize("name", ["README.md", "extra"])
+def test_a_link_in_a_release_fails(run, tmp_path, name):
+    """What it leads to may be another file, or a folder of them, the next time."""
+    place = run / "release" / name
+    if place.exists():
+        place.rename(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(VerificationFailed, match=f"{name} in .* is a link; put the file itself"):
+        understudy.verify(run)
+
+
 def test_a_consistent_edit_of_both_fails_with_the_ledger(run, book):
     card = run / "release" / "README.md"
     card.write_text("A much better guarantee.")
@@ -150,6 +163,12 @@ def test_a_forged_plan_does_not_add_up(run):
         (("releases", 0, "noise_multiplier"), 0.3),
         (("guarantee", "delta_split", "sampler_tail"), 0.0),
         (("guarantee", "delta_split", "accounted"), 1e-3),
+        (("guarantee", "curve"), [{"delta": 1e-8, "epsilon": 0.0}, {"delta": 1e-8, "epsilon": 99}]),
+        (("guarantee", "curve"), [{"delta": 1e-29, "epsilon": 99.0}]),
+        (("guarantee", "unit"), "hospital"),
+        (("guarantee", "delta"), 0.5),
+        (("data_set", "public_facts", "units"), 10**9),
+        (("data_set", "composed_total", "epsilon"), 9.0),
     ):
         content = certificate_of(run)
         inner = content
@@ -230,6 +249,7 @@ def test_a_large_delta_is_certified(tmp_path):
         (lambda c: c["releases"][0].update(count=10**12, made=1), "plan cannot be computed"),
         (lambda c: c["releases"][0].update(noise_multiplier=1e-9), "plan cannot be computed"),
         (lambda c: c["releases"][0].update(noise_ratio=0), "releases.noise_ratio"),
+        (lambda c: c["releases"][0].update(kind="nothing"), "of kind 'nothing', expected one of"),
         (lambda c: c["releases"][0].update(noise_multiplier=10**400), "noise_multiplier"),
         (lambda c: c["guarantee"].update(delta="small"), "guarantee.delta"),
         (lambda c: c["guarantee"].update(curve=[{"delta": 0}]), "guarantee.curve.delta"),

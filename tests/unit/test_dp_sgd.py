@@ -150,6 +150,8 @@ def test_it_goes_on_from_what_was_released(trained_runs, tmp_path):
     assert origin["sha256"] == content["files"][CLASSIFIER_FILE]
     assert origin["kind"] == "released"
     assert origin["trained_on"].startswith("pets with epsilon")
+    assert result.certificate.content["method"]["settings"]["start"] == first.directory.name
+    assert str(first.directory) not in result.certificate.to_bytes().decode()
     page = understudy.write_report([result.directory], out=tmp_path / "page.html").read_text()
     assert f"classifier of run {content['run']}" in page
 

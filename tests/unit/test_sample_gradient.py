@@ -266,6 +266,21 @@ def test_at_rate_one_it_costs_what_votes_do():
 @pytest.mark.parametrize("order", [1.5, 2, 8, 64])
 @pytest.mark.parametrize(("rate", "multiplier"), PAIRS)
 def test_renyi_divergence_equals_the_integral(rate, multiplier, order):
+    found = replaced_divergence(rate, multiplier, order)
+    assert found == pytest.approx(divergence(rate, multiplier, order), rel=1e-5, abs=1e-9)
+    assert found == renyi_divergence(plan_of(rate=rate), multiplier, order)
+
+
+@pytest.mark.parametrize(
+    ("rate", "multiplier", "order"), [(0.99999, 5, 512), (0.999, 20, 1024), (0.9999, 5, 400)]
+)
+def test_renyi_divergence_reaches_the_last_peak_of_hardly_sampled_releases(rate, multiplier, order):
+    found = replaced_divergence(rate, multiplier, order)
+    assert found == pytest.approx(divergence(rate, multiplier, order), rel=1e-5)
+
+
+def divergence(rate, multiplier, order):
+    """The same on a grid of millions of points."""
     at = np.linspace(-60, 60 + 60 * order, 2_000_001) * max(1, multiplier)
     logs = [
         np.logaddexp(
@@ -277,9 +292,7 @@ def test_renyi_divergence_equals_the_integral(rate, multiplier, order):
     exponent = order * logs[0] + (1 - order) * logs[1]
     peak = exponent.max()
     integral = peak + math.log(np.trapezoid(np.exp(exponent - peak), at))
-    found = replaced_divergence(rate, multiplier, order)
-    assert found == pytest.approx(integral / (order - 1), rel=1e-5, abs=1e-9)
-    assert found == renyi_divergence(plan_of(rate=rate), multiplier, order)
+    return integral / (order - 1)
 
 
 def test_with_hardly_any_noise_the_divergence_is_that_without_sampling():

@@ -93,7 +93,9 @@ class DPGANConfig:
     count_ratio: float = setting(
         0.0, "Noise on class counts relative to gradients'; 0: classes are known to be equal."
     )
-    start: str = setting("", "Networks to go on from: a file of `pretrain-gan`; by default none.")
+    start: str = setting(
+        "", "Networks to go on from: a file of `pretrain-gan`; by default none.", is_path=True
+    )
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "images_per_class", "steps", "batch", "fakes")

@@ -49,7 +49,9 @@ class DPMEPFConfig:
 
     images_per_class: int = setting(6000, "Synthetic images per class.")
     encoder: str = setting(
-        "vgg16", "Public encoder: vgg16, vgg19, mobilenetv2, a file of `pretrain`, or random."
+        "vgg16",
+        "Public encoder: vgg16, vgg19, mobilenetv2, a file of `pretrain`, or random.",
+        is_path=True,
     )
     layers: str = setting(":", "Layers of the encoder, as a slice: all, ':8', '-4:'.")
     moments: int = setting(2, "Match means (1), or means and mean squares (2), of activations.")

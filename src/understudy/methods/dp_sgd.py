@@ -71,7 +71,9 @@ class DPSGDConfig:
     )
     width: int = setting(128, "Filters per convolution of the convnet.")
     start: str = setting(
-        "", "A released classifier to go on from: its run, or its file; by default none."
+        "",
+        "A released classifier to go on from: its run, or its file; by default none.",
+        is_path=True,
     )
 
     def __post_init__(self) -> None:

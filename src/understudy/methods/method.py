@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from understudy.errors import InvalidSettings
@@ -16,9 +17,24 @@ from understudy.progress import Progress
 from understudy.provenance import PublicInput
 
 
-def setting(default: Any, explain: str) -> Any:
-    """Declare a field of a configuration with the line that `--help` shows for it."""
-    return dataclasses.field(default=default, metadata={"help": explain})
+def setting(default: Any, explain: str, *, is_path: bool = False) -> Any:
+    """Declare a field of a configuration with the line that `--help` shows for it.
+
+    Args:
+        default: its value unless another is given.
+        explain: the line.
+        is_path: whether it may name a file or folder of the user's, which is nobody's business.
+    """
+    return dataclasses.field(default=default, metadata={"help": explain, "is_path": is_path})
+
+
+def certified_settings(config: Any) -> dict[str, Any]:
+    """Return the settings as a certificate states them: of a path, its last part alone."""
+    values = dataclasses.asdict(config)
+    for field in dataclasses.fields(config):
+        if field.metadata.get("is_path"):
+            values[field.name] = Path(values[field.name]).name
+    return values
 
 
 FEW_UNITS = 10_000

@@ -141,9 +141,10 @@ def replaced_divergence(rate: float, noise_multiplier: float, order: float) -> f
     """
     unsampled = order / (2 * noise_multiplier**2)
     shift = 0.5 / noise_multiplier
-    # Its narrowest peak has this width or more; the last peak is where P / Q pays most.
+    # Its narrowest peak has this width or more; the last is where P / Q pays most: where both are
+    # nearly their sampled parts, P^order / Q^(order - 1) peaks (2 order - 1) shifts from 0.
     step = 0.5 / math.sqrt(1 + order * shift**2 / 4)
-    low, high = -shift - QUADRATURE_REACH, order * shift + QUADRATURE_REACH
+    low, high = -shift - QUADRATURE_REACH, (2 * order - 1) * shift + QUADRATURE_REACH
     if (high - low) / step > MOST_POINTS:
         return unsampled
     at = np.arange(low, high, step)

@@ -166,7 +166,7 @@ def _told_guarantee(course: Course, facts: PublicFacts) -> dict[str, Any]:
         "target_epsilon": course.server_epsilon,
         "delta": delta,
         "delta_split": {"accounted": course.accounted, "sampler_tail": course.tail},
-        "is_delta_large": False,
+        "is_delta_large": delta * facts.units >= 1,
         "unit": facts.unit,
         "curve": _curve(course.plan, course.noise_multiplier, deltas, course.tail, ACCOUNTANT),
         "accountant": ACCOUNTANT,
@@ -321,7 +321,12 @@ def read(path: Path) -> Certificate:
 
 def _check_files(release: Path, certificate: Certificate) -> None:
     listed: dict[str, str] = certificate.content["files"]
-    present = {p.relative_to(release).as_posix() for p in release.rglob("*") if not p.is_dir()}
+    found = list(release.rglob("*"))
+    if links := sorted(p.relative_to(release).as_posix() for p in found if p.is_symlink()):
+        raise VerificationFailed(
+            f"{links[0]} in {release} is a link; put the file itself there, or remove it"
+        )
+    present = {p.relative_to(release).as_posix() for p in found if not p.is_dir()}
     if missing := sorted(set(listed) - present):
         raise VerificationFailed(f"{missing[0]} is certified but missing from {release}; {AGAIN}")
     if unlisted := sorted(present - set(listed) - {FILE_NAME}):
@@ -360,12 +365,59 @@ def _check_epsilon(certificate: Certificate) -> float:
         Course.from_json(told).check(told["outside"], plan, multiplier)
     epsilon = epsilon_of(plan, multiplier, split["accounted"], guarantee["accountant"])
     target = guarantee["target_epsilon"]
-    if not epsilon <= min(target, guarantee["epsilon"] + EPSILON_TOLERANCE):
+    if not (epsilon <= target and _is_covered(epsilon, guarantee["epsilon"])):
         raise VerificationFailed(
             f"the plan costs epsilon {epsilon:.4f}, but {guarantee['epsilon']:.4f} of at most "
             f"{target:g} is certified; {NOT_GUARANTEED}"
         )
+    _check_statements(certificate)
+    _check_curve(guarantee, plan, multiplier)
     return epsilon
+
+
+def _is_covered(epsilon: float, stated: float) -> bool:
+    """Say whether an epsilon is at most what is stated, but for what computing it may cost."""
+    return epsilon <= stated + min(EPSILON_TOLERANCE, stated / 100)
+
+
+def _check_curve(guarantee: Mapping[str, Any], plan: Plan, multiplier: float) -> None:
+    """Refuse a curve that is below the plan's at a delta."""
+    stated: list[dict[str, float]] = guarantee["curve"]
+    tail, deltas = guarantee["delta_split"]["sampler_tail"], [point["delta"] for point in stated]
+    if min(deltas, default=1) <= tail:
+        raise VerificationFailed(
+            f"an epsilon at delta {min(deltas):g} is certified, where the noise sampler's tail "
+            f"alone is {tail:g}; {NOT_GUARANTEED}"
+        )
+    found = _curve(plan, multiplier, deltas, tail, guarantee["accountant"])
+    for point, least in zip(stated, found, strict=True):
+        if not _is_covered(least["epsilon"], point["epsilon"]):
+            raise VerificationFailed(
+                f"epsilon {point['epsilon']:.4f} at delta {point['delta']:g} is certified, but the "
+                f"plan costs {least['epsilon']:.4f}; {NOT_GUARANTEED}"
+            )
+
+
+def _check_statements(certificate: Certificate) -> None:
+    """Refuse statements that contradict one another."""
+    guarantee, data_set = (certificate.content[part] for part in ("guarantee", "data_set"))
+    facts, total = data_set["public_facts"], data_set["composed_total"]
+    if guarantee["unit"] != facts["unit"]:
+        raise VerificationFailed(
+            f"the guarantee is for a {guarantee['unit']}, but the data set has units of a "
+            f"{facts['unit']}; {NOT_GUARANTEED}"
+        )
+    if guarantee["delta"] * facts["units"] >= 1 and not guarantee["is_delta_large"]:
+        raise VerificationFailed(
+            f"delta is {guarantee['delta']:g} for {facts['units']} units, which is large, but not "
+            f"called so; {NOT_GUARANTEED}"
+        )
+    composed = total["epsilon"]
+    if composed is not None and not _is_covered(guarantee["epsilon"], composed):
+        raise VerificationFailed(
+            f"this run costs epsilon {guarantee['epsilon']:.4f}, but all runs on the data set "
+            f"{composed:.4f}; {NOT_GUARANTEED}"
+        )
 
 
 def _plan_and_noise(certificate: Certificate) -> tuple[Plan, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from understudy.data.reading import RECORD
 from understudy.errors import InvalidSettings, PlanViolation
@@ -132,6 +132,11 @@ class PlannedRelease:
     """Of what `class_sums` releases, as one Gaussian."""
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InvalidSettings(
+                f"release '{self.name}' is of kind '{self.kind}', expected one of "
+                f"{', '.join(get_args(Kind))}"
+            )
         if self.count < 1 or self.dimension < 1:
             raise InvalidSettings(
                 f"release '{self.name}' is planned {self.count} times with {self.dimension} "
