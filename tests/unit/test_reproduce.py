@@ -157,6 +157,16 @@ def test_real_records_stand_beside_synthetic_ones(tmp_path):
     assert "| none | 0 |" in (tmp_path / "results" / "psg-headline-smoke.md").read_text()
 
 
+def test_a_run_without_noise_has_no_epsilon(tmp_path):
+    (run, *_) = tiny_experiment().runs
+    place = Place(work=tmp_path / "work", results=tmp_path / "results")
+    experiment = tiny_experiment(runs=(replace(run, epsilon=float("inf")),))
+    (found,) = reproduce(experiment, place).cells
+    assert found["certified_epsilon"] is None
+    assert found["epsilon"] == "inf"
+    assert reproduce(experiment, place).missing == 0
+
+
 def test_a_signal_while_measuring_stops_at_once(tmp_path, monkeypatch):
     def long(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -8,6 +8,7 @@ takes a run that no other is working on.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from understudy.job import StopRequest, stop_signals
 from understudy.measures import evaluate, measure_convergence, measure_quality, measure_real
 from understudy.methods import OF_CLASSIFIERS
 from understudy.pipeline import load_data, make_run
+from understudy.privacy.certificate import Certificate
 from understudy.privacy.registration import RegistrationTerms
 from understudy.progress import Progress
 from understudy.provenance import commit, device_name
@@ -217,7 +219,7 @@ class _Executor:
             "run": run.name,
             **run.fields(),
             **_cost(places),
-            "certified_epsilon": max((one.epsilon for one in certificates), default=None),
+            "certified_epsilon": _certified(certificates),
             "releases": sum(r["made"] for one in certificates for r in one.content["releases"]),
             "device": device_name(),
             "torch": torch.__version__,
@@ -325,6 +327,12 @@ class _Executor:
     @property
     def _ledger(self) -> Path:
         return self.place.work / "ledger.sqlite"
+
+
+def _certified(certificates: Sequence[Certificate]) -> float | None:
+    """Return the largest epsilon; None where there is no guarantee, or nothing to have one."""
+    largest = max((one.epsilon for one in certificates), default=math.inf)
+    return largest if math.isfinite(largest) else None
 
 
 def _cost(places: Sequence[Path]) -> dict[str, Any]:
