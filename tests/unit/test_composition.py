@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -20,12 +21,15 @@ from understudy.privacy.registration import RegistrationTerms, register
 TINY = {"rounds": 1, "outer": 1, "batches": 1, "inner": 1, "batch": 8, "width": 2}
 
 
+counter = itertools.count()
+
+
 def a_certificate(epsilon=2.0, delta=1e-5, unit="record", **guarantee) -> Certificate:
     facts = {"class_names": ["a", "b"], "units": 10, "unit": unit}
     total = {"runs": 1, "epsilon": epsilon}
     return Certificate(
         {
-            "run": "r",
+            "run": f"run-{next(counter)}",
             "guarantee": {"kind": "dp", "epsilon": epsilon, "delta": delta} | guarantee,
             "data_set": {"name": "set", "public_facts": facts, "composed_total": total},
             "method": {"name": "psg"},
@@ -64,11 +68,12 @@ def test_one_set_without_a_guarantee_leaves_none(declared):
 
 @pytest.fixture(scope="module")
 def private(tmp_path_factory):
-    """Runs on two parts of a private set, a second run on the first part, and another ledger's."""
+    """Runs on two parts of a private set, a second run on the first part, one on a set with images
+    of it, and another ledger's."""
     folder = tmp_path_factory.mktemp("private")
     whole = some_images(40, classes=4, source="/data/scans", name="scans")
 
-    def made(name, data, ledger="ledger.sqlite"):
+    def made(name, data, ledger="ledger.sqlite", **terms):
         return understudy.synthesize(
             data,
             method="psg",
@@ -76,12 +81,16 @@ def private(tmp_path_factory):
             accountant="renyi",
             out=folder / name,
             ledger=folder / ledger,
+            terms=RegistrationTerms(**terms),
         ).certificate
 
     one, other = part_of(whole, "0,1"), part_of(whole, "2,3")
+    near = some_images(40, seed=1, name="near")
+    near.images[:3] = one.images[:3]
     book = Ledger(folder / "ledger.sqlite")
     yield {
         "one": made("one", one), "other": made("other", other), "again": made("again", one),
+        "near": made("near", near, unrelated=True),
         "elsewhere": made("elsewhere", other, "elsewhere.sqlite"), "book": book,
     }  # fmt: skip
     book.close()
@@ -103,6 +112,42 @@ def test_two_runs_on_one_set_add_up_whatever_is_declared(private):
     assert found.parts[1].runs == 2
     with pytest.raises(InvalidSettings, match="leave out --declare-disjoint"):
         compose(sets, ledger=private["book"], declared=True)
+
+
+def test_sets_with_images_in_common_add_up_whatever_is_declared(private):
+    sets = [private["one"], private["near"]]
+    found = compose(sets, ledger=private["book"])
+    assert (found.kind, found.epsilon) == ("sum", pytest.approx(2 * private["one"].epsilon))
+    assert "3 images in common" in found.why
+    with pytest.raises(InvalidSettings, match="3 images in common; leave out --declare-disjoint"):
+        compose(sets, ledger=private["book"], declared=True)
+
+
+@pytest.mark.parametrize("known", [("one", "again"), ("one", "near")])
+def test_a_set_of_another_ledger_hides_nothing_that_this_one_knows(private, known):
+    sets = [private[name] for name in ("elsewhere", *known)]
+    with pytest.raises(InvalidSettings, match="leave out --declare-disjoint"):
+        compose(sets, ledger=private["book"], declared=True)
+    assert "nobody declares" not in compose(sets, ledger=private["book"]).why
+    assert compose(sets[:2], ledger=private["book"], declared=True).kind == "declared"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_set_is_given_once(private, declared):
+    for book in (private["book"], None):
+        sets = [private["one"], private["elsewhere"], private["one"]]
+        with pytest.raises(InvalidSettings, match="is given twice"):
+            compose(sets, ledger=book, declared=declared)
+
+
+def test_federations_may_have_folders_of_one_name():
+    said = {"run": "federation/out", "federation": {}}
+    one, other = (
+        Certificate(a_certificate().content | said | {"seal": seal}) for seal in ("a", "b")
+    )
+    assert compose([one, other], declared=True).kind == "declared"
+    with pytest.raises(InvalidSettings, match="federation/out is given twice"):
+        compose([one, other, one])
 
 
 def test_a_ledger_proves_nothing_about_sets_of_another(private):
@@ -132,6 +177,14 @@ def test_patients_cannot_be_compared(ledger):
     is_disjoint, why = related(ledger, (one, PLAIN), (other, PLAIN))
     assert not is_disjoint
     assert "units of several records" in why
+
+
+def test_images_in_common_show_that_patients_are(ledger):
+    patients = {"units": np.arange(40) // 2, "unit": "patient"}
+    one, other = (some_images(seed=seed, **patients) for seed in (0, 1))
+    other.images[:2] = one.images[:2]
+    sets = register(ledger, one, PLAIN), register(ledger, other, UNRELATED)
+    assert kinship(ledger, *sets).is_shared
 
 
 def test_images_in_common_are_no_proof(ledger):

@@ -310,6 +310,34 @@ def test_a_reservation_can_be_cancelled_only_before_the_first_block(ledger, tmp_
     assert [r["id"] for r in ledger.charged_runs(vault.registration.budget)] == ["used"]
 
 
+def test_a_run_whose_charge_was_given_back_releases_nothing(ledger, tmp_path):
+    """Another process may have cancelled it since it was opened."""
+    vault = a_vault(ledger, lifetime_epsilon=14.0)
+    curator = open_curator(ledger, tmp_path, vault=vault, run_id="one")
+    assert ledger.cancel("one")
+    answer = {"question": b"q", "answer": b"a", "most": 1, "kept": 1}
+    for attempt in (
+        lambda: curator.gradient(linear_loss, linear_params(), clip_norm=1.0),
+        lambda: ledger.start_block("one", 0),
+        lambda: ledger.keep_answer("one", "round", **answer),
+        lambda: ledger.finish("one", "certificate"),
+        lambda: ledger.start_block("never reserved", 0),
+    ):
+        with pytest.raises(LedgerError, match="is not charged .* start a new run"):
+            attempt()
+    assert not ledger.blocks("one")
+    assert not ledger.rounds_answered("one")
+    assert ledger.run("one")["state"] == "cancelled"
+    open_curator(ledger, tmp_path, vault=vault)  # what was given back is there to be spent
+
+
+def test_a_run_whose_finish_was_cut_off_is_finished_again(ledger, tmp_path):
+    open_curator(ledger, tmp_path, run_id="r")
+    for certificate in ("never shown", "shown"):
+        ledger.finish("r", certificate)
+    assert ledger.run("r")["certificate"] == "shown"
+
+
 def test_attempts_are_capped(ledger, tmp_path, monkeypatch):
     monkeypatch.setattr(ledgers, "MOST_ATTEMPTS", 3)
     open_curator(ledger, tmp_path, run_id="r")

@@ -42,6 +42,13 @@ def spend(path: Path, purpose: str) -> None:
     book.close()
 
 
+def linked(place: Path, name: str, to: Path) -> Path:
+    """Make a link in a folder of its own."""
+    place.mkdir(exist_ok=True)
+    (place / name).symlink_to(to)
+    return place / name
+
+
 def copied(path: Path) -> Path:
     """Copy the file alone, as a careless custodian would."""
     return Path(shutil.copy(path, path.with_name("careless.sqlite")))
@@ -241,6 +248,93 @@ def test_what_is_no_copy_is_neither_restored_nor_overwritten(used, tmp_path):
             safekeeping.restore(copy, used.path)
     safekeeping.check(Ledger(used.path))
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_linked_ledger_is_the_one_that_the_link_leads_to(used, tmp_path):
+    """SQLite keeps its log beside the file, not beside the link."""
+    link = linked(tmp_path / "elsewhere", "linked.sqlite", used.path)
+    folder = linked(tmp_path / "elsewhere", "folder", tmp_path) / used.path.name
+    for way in (link, folder):
+        with closing(Ledger(way)) as book:
+            book.disclose(None, what="test", purpose="through a link")
+            copy = tmp_path / f"{way.name}.copy"
+            assert safekeeping.backup(book, copy) == book.latest()
+            assert mark_beside(used.path) == book.latest() == used.latest()
+        with closing(Ledger(copy)) as held:
+            assert [r["id"] for r in held.charged_runs(1)] == ["run"]
+    assert {path.name for path in link.parent.iterdir()} == {"linked.sqlite", "folder"}
+
+
+def test_a_copy_put_back_through_a_link_leaves_one_ledger(used, tmp_path):
+    link = linked(tmp_path / "elsewhere", "linked.sqlite", used.path)
+    copy = tmp_path / "copy.sqlite"
+    until = safekeeping.backup(used, copy)
+    used.disclose(None, what="test", purpose="later")
+    with pytest.raises(LedgerError, match="another process uses the ledger"):
+        safekeeping.restore(copy, link)
+    used.close()
+    with pytest.raises(LedgerError, match="--accept-loss"):
+        safekeeping.restore(copy, link)
+    assert safekeeping.restore(copy, link, accept_loss=True).lost == 1
+    used.path.unlink()
+    with pytest.raises(LedgerError, match="is gone, but"):
+        Ledger(link)
+    with pytest.raises(LedgerError, match="--accept-loss"):  # what was seen is beside the file
+        safekeeping.restore(copy, link)
+    assert safekeeping.restore(copy, link, accept_loss=True).latest.number > until.number
+    assert link.is_symlink()
+    assert list(link.parent.iterdir()) == [link]
+    with closing(Ledger(link)) as one, closing(Ledger(used.path)) as other:
+        assert one.latest() == other.latest()
+
+
+def test_a_copy_under_a_linked_name_is_written_where_the_link_leads(used, tmp_path):
+    kept = tmp_path / "another disk" / "copy.sqlite"
+    kept.parent.mkdir()
+    link = linked(tmp_path / "here", "copy.sqlite", kept)
+    for _ in range(2):
+        used.disclose(None, what="test", purpose="p")
+        until = safekeeping.backup(used, link)
+        assert link.is_symlink()
+        assert safekeeping._latest(kept) == until
+    itself = linked(tmp_path / "here", "itself", used.path)
+    for name in (itself, used.path):
+        with pytest.raises(OutputExists, match="is the ledger itself"):
+            safekeeping.backup(used, name)
+
+
+def test_a_log_is_read_through_a_link(used, tmp_path):
+    """A copy made by hand, with its log, and named by a link."""
+    place = tmp_path / "by hand"
+    place.mkdir()
+    for ending in ("", "-wal"):
+        shutil.copy(f"{used.path}{ending}", place)
+    until = used.latest()
+    used.close()
+    link = linked(tmp_path / "elsewhere", "copy", place / used.path.name)
+    assert safekeeping.restore(link, used.path).latest == until
+
+
+def test_a_link_to_nowhere_begins_no_ledger(tmp_path):
+    """Its disk may not be mounted."""
+    file = linked(tmp_path / "here", "ledger.sqlite", tmp_path / "disk" / "ledger.sqlite")
+    folder = linked(tmp_path / "here", "folder", tmp_path / "disk")
+    for path, create in ((file, True), (file, False), (folder / "ledger.sqlite", True)):
+        with pytest.raises(LedgerError, match="leads to no ledger.*would not know what was spent"):
+            Ledger(path, create=create)
+    assert not (tmp_path / "disk").exists()
+    circle = linked(tmp_path / "here", "circle", tmp_path / "here" / "circle")
+    copy = tmp_path / "copy.sqlite"
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as book:
+        safekeeping.backup(book, copy)
+        for attempt in (
+            lambda: Ledger(circle),
+            lambda: Ledger(circle / "ledger.sqlite"),
+            lambda: safekeeping.backup(book, circle),
+            lambda: safekeeping.restore(copy, circle),
+        ):
+            with pytest.raises(LedgerError, match="cannot open .*links"):
+                attempt()
 
 
 def test_a_copy_is_of_one_moment_and_replaces_an_earlier_one(used, tmp_path):

@@ -89,18 +89,19 @@ def compose(
         declared: whether the parties declare that no unit is in two of the data sets.
 
     Raises:
-        InvalidSettings: what is declared contradicts the ledger.
+        InvalidSettings: what is declared contradicts the ledger, or a set is given twice.
         RelationMixed: units of different kinds may be in several sets.
     """
+    _refuse_twice(certificates)
     parts = tuple(map(Part.of, certificates))
     units = tuple(dict.fromkeys(part.unit for part in parts))
-    pairs = _known(ledger, certificates) if ledger is not None else None
-    if (shared := [pair for pair in pairs or () if pair.is_shared]) and declared:
+    pairs, knows_all = _known(ledger, certificates)
+    if (shared := [pair for pair in pairs if pair.is_shared]) and declared:
         raise InvalidSettings(
             f"the sets are declared disjoint, but {shared[0].why}; leave out --declare-disjoint"
         )
-    unproved = [pair for pair in pairs or () if not pair.is_disjoint]
-    is_proved = pairs is not None and not unproved
+    unproved = [pair for pair in pairs if not pair.is_disjoint]
+    is_proved = knows_all and not unproved
     kind: Kind = "proved" if is_proved else "declared" if declared else "sum"
     if kind == "sum" and len(units) > 1:
         raise RelationMixed(
@@ -111,10 +112,10 @@ def compose(
         why = "one ledger knows all data sets, and no record is in two of them"
     elif declared:
         why = "the parties declare that no unit is in two of the data sets; nothing here proves it"
-    elif pairs is None:
-        why = "no ledger here knows all of the data sets, and nobody declares them disjoint"
+    elif shared or knows_all:
+        why = (shared or unproved)[0].why
     else:
-        why = unproved[0].why
+        why = "no ledger here knows all of the data sets, and nobody declares them disjoint"
     together = math.fsum if kind == "sum" else max
     epsilons = [part.epsilon for part in parts if part.epsilon is not None]
     return Statement(
@@ -127,6 +128,19 @@ def compose(
     )
 
 
+def _refuse_twice(certificates: Sequence[Certificate]) -> None:
+    """Refuse a set that is given twice: it is not disjoint from itself, and costs once.
+
+    A federation's run is named by its folder, as another's may be, so its seal tells it apart.
+    """
+    seen = set()
+    for content in (certificate.content for certificate in certificates):
+        one = content["seal"] if "federation" in content else content["run"]
+        if one in seen:
+            raise InvalidSettings(f"run {content['run']} is given twice; name each set once")
+        seen.add(one)
+
+
 @dataclass(frozen=True)
 class Kinship:
     """What a ledger knows about the units of two of its data sets."""
@@ -135,18 +149,21 @@ class Kinship:
     is_disjoint: bool = False
     """Proved: no unit is in both."""
     is_shared: bool = False
-    """They are one set, or versions of one."""
+    """Known: they are one set, versions of one, or have images in common."""
 
 
 def kinship(ledger: Ledger, one: Registration, other: Registration) -> Kinship:
     """Say whether two registered data sets can have a unit in common.
 
     Private sets are compared image by image; public benchmarks, whose images the ledger does not
-    keep, by their classes if they are parts of one. Units of several records cannot be compared.
+    keep, by their classes if they are parts of one. Units of several records cannot be told apart,
+    but an image in common shows that they are not.
     """
     names = f"'{one.name}' and '{other.name}'"
     if one.budget == other.budget:
         return Kinship(f"{names} are one data set, or versions of one", is_shared=True)
+    if common := ledger.common_images(one.id, other.id):
+        return Kinship(f"{names} have {common} images in common", is_shared=True)
     if not one.facts.unit == other.facts.unit == RECORD:
         return Kinship(f"{names} have units of several records, which may be in both")
     if one.is_public_benchmark and other.is_public_benchmark:
@@ -156,18 +173,21 @@ def kinship(ledger: Ledger, one: Registration, other: Registration) -> Kinship:
         return Kinship(f"{names} {what} different classes of one data set", is_disjoint=is_split)
     if one.facts.shape != other.facts.shape or one.is_public_benchmark != other.is_public_benchmark:
         return Kinship(f"the images of {names} cannot be compared")
-    common = ledger.common_images(one.id, other.id)
-    return Kinship(f"{names} have {common} images in common", is_disjoint=not common)
+    return Kinship(f"{names} have 0 images in common", is_disjoint=True)
 
 
-def _known(ledger: Ledger, certificates: Sequence[Certificate]) -> list[Kinship] | None:
-    """Return what the ledger knows of each pair of data sets; None if some are not its own."""
-    if not all(is_issued_with(one, ledger) for one in certificates):
-        return None
+def _known(
+    ledger: Ledger | None, certificates: Sequence[Certificate]
+) -> tuple[list[Kinship], bool]:
+    """Return what the ledger knows of each pair of its own data sets, and whether all are."""
+    if ledger is None:
+        return [], False
+    own = [one for one in certificates if is_issued_with(one, ledger)]
     registered = {one.id: one for one in all_registered(ledger)}
     data_sets: list[Registration] = []
-    for certificate in certificates:
+    for certificate in own:
         row = ledger.run(certificate.content["run"])
         assert row is not None  # it issued the certificate
         data_sets.append(registered[row["data_set"]])
-    return [kinship(ledger, one, other) for one, other in combinations(data_sets, 2)]
+    pairs = [kinship(ledger, one, other) for one, other in combinations(data_sets, 2)]
+    return pairs, len(own) == len(certificates)

@@ -10,6 +10,8 @@ SQLite notices a torn page and undoes a transaction that was cut short. Three th
   right after the commit. The ledger may be ahead of it, never behind: one that is has been put back
   to an older copy, and is refused.
 
+All of it stands beside the file itself, as SQLite's log does, whatever links lead there.
+
 The key is in the same file: all this is against accidents, not against the custodian.
 """
 
@@ -38,6 +40,17 @@ LOCK_SECONDS = 60.0
 SUM_BYTES = 16
 SUMS = 1 << 8 * SUM_BYTES
 RESTORE = "put back the latest copy with `understudy ledger restore COPY`"
+
+
+def place_of(path: Path) -> Path:
+    """Return where a file of SQLite really is: its log is there, not beside a link to it."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()  # links that lead in a circle do not pass
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LedgerError(f"cannot open {path}: {reason}; mend it, or name another file") from error
 
 
 def copy_database(source: sqlite3.Connection, place: Path) -> None:
@@ -91,21 +104,15 @@ class Database:
     """Open the file, whole and up to date, or refuse it.
 
     Args:
-        path: the file.
+        path: the file, or a link to it.
         create: whether to make it when it is missing.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        self.path = path
-        seen = mark_beside(path)  # before the ledger is read: it may only be ahead
-        if not path.exists() and (seen or not create):
-            gone = f"is gone, but {mark_file(path)} has seen it; {RESTORE}"
-            raise LedgerError(
-                f"the ledger {path} {gone}"
-                if seen
-                else f"there is no ledger {path}; it is made when a set is registered; if yours is "
-                "elsewhere, name it with --ledger or UNDERSTUDY_LEDGER"
-            )
+        self.path = place_of(path)
+        seen = mark_beside(self.path)  # before the ledger is read: it may only be ahead
+        if not self.path.exists():
+            self._refuse_anew(path, seen, create=create)
         self._connection = self._open()
         try:
             with self._errors():
@@ -116,6 +123,25 @@ class Database:
         except BaseException:
             self._connection.close()
             raise
+
+    def _refuse_anew(self, given: Path, seen: Mark | None, *, create: bool) -> None:
+        """Refuse to make a ledger that was here, may be out of reach, or should not be made."""
+        if seen:
+            raise LedgerError(
+                f"the ledger {self.path} is gone, but {mark_file(self.path)} has seen it; {RESTORE}"
+            )
+        for link in (given, *given.parents):
+            if link.is_symlink() and not link.exists():
+                raise LedgerError(
+                    f"the link {link} leads to no ledger, for {self.path} is not there; a new one "
+                    "would not know what was spent: mount its disk or mend the link, or name "
+                    "another with --ledger"
+                )
+        if not create:
+            raise LedgerError(
+                f"there is no ledger {self.path}; it is made when a set is registered; if yours is "
+                "elsewhere, name it with --ledger or UNDERSTUDY_LEDGER"
+            )
 
     def _open(self) -> sqlite3.Connection:
         remedy = "make it writable, or name another with --ledger"

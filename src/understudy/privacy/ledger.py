@@ -16,7 +16,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,19 @@ class Limit:
                 f"{used:.0f} % of the data set's lifetime budget is spent and this run needs "
                 f"{asked:.0f} % of it (Rényi filter); {remedy}"
             )
+
+
+def _check_charged(execute: Callable[..., sqlite3.Cursor], run_id: str) -> None:
+    """Refuse to go on with a run that is not charged, in the transaction that goes on with it.
+
+    Another process may have given the charge back since the run began.
+    """
+    row = execute("SELECT state FROM runs WHERE id = ?", (run_id,)).fetchone()
+    if row is None or row["state"] == "cancelled":
+        raise LedgerError(
+            f"run {run_id} is not charged (its charge was given back, or is in another ledger), so "
+            "it may release nothing; start a new run"
+        )
 
 
 def default_ledger() -> Path:
@@ -170,8 +183,12 @@ class Ledger(Database):
             return bool(changed.rowcount)
 
     def finish(self, run_id: str, certificate: str) -> None:
-        """Mark a run finished, with the digest of its certificate."""
+        """Mark a run finished, with the digest of its certificate.
+
+        After a finish that was cut off, another takes the place of the one that was never shown.
+        """
         with self.transaction() as execute:
+            _check_charged(execute, run_id)
             execute(
                 "UPDATE runs SET state = 'finished', certificate = ? WHERE id = ?",
                 (certificate, run_id),
@@ -182,6 +199,7 @@ class Ledger(Database):
     def start_block(self, run_id: str, number: int) -> int:
         """Record that work on a block begins; return which attempt this is."""
         with self.transaction() as execute:
+            _check_charged(execute, run_id)
             row = execute(
                 "INSERT INTO blocks VALUES (?, ?, 1, 'started', NULL, NULL)"
                 " ON CONFLICT (run, number) DO UPDATE SET attempts = attempts + 1"
@@ -254,6 +272,7 @@ class Ledger(Database):
             kept: how many of the latest answers to keep.
         """
         with self.transaction() as execute:
+            _check_charged(execute, run_id)
             changed = execute(
                 "INSERT INTO rounds SELECT ?, ?, ?, ?, ?"
                 " WHERE (SELECT count(*) FROM rounds WHERE run = ?) < ?"

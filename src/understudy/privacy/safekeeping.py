@@ -19,7 +19,7 @@ from pathlib import Path
 from understudy.errors import LedgerDamaged, LedgerError, OutputExists
 from understudy.files import replacing, sync_directory, write_json
 from understudy.privacy.accounting import RenyiFilter
-from understudy.privacy.database import copy_database
+from understudy.privacy.database import copy_database, place_of
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.mark import Mark, mark_beside, mark_file
 from understudy.privacy.plan import Plan
@@ -115,16 +115,21 @@ def _seen_in(folder: Path, ledger: Path) -> Iterator[Path]:
     for seen in sorted(folder.rglob(f"private/{LEDGER_FILE}")):
         with contextlib.suppress(OSError, ValueError, KeyError):
             settings = json.loads((seen.parent / SETTINGS_FILE).read_bytes())
-            if Path(settings["ledger"]) == ledger.resolve():
+            if Path(settings["ledger"]) == ledger:
                 yield seen
 
 
 def backup(ledger: Ledger, to: Path) -> Mark:
     """Copy a ledger to `to`, all or nothing, while others may write to it; an older copy goes.
 
+    A link stays a link, and what it leads to is replaced.
+
     Returns:
         How far the copy goes.
     """
+    to = place_of(to)
+    if to == ledger.path:
+        raise OutputExists(f"{to} is the ledger itself; choose another name")
     if to.exists() and not _is_copy_of(ledger, to):
         raise OutputExists(f"{to} is no earlier copy of {ledger.path}; choose another name")
     with replacing(to, mode=0o600) as file, _copied(ledger.path, Path(file.name)) as copy:
@@ -189,7 +194,7 @@ def restore(copy: Path, to: Path, *, accept_loss: bool = False) -> Restored:
 
     Args:
         copy: what `backup` wrote, or a copy of the file.
-        to: the ledger.
+        to: the ledger, or a link to it, which stays one.
         accept_loss: put it back even if it lacks entries; what was spent in them is not counted any
             more, and the ledger says so from then on.
 
@@ -198,7 +203,8 @@ def restore(copy: Path, to: Path, *, accept_loss: bool = False) -> Restored:
     """
     if not copy.is_file():
         raise LedgerError(f"there is no copy {copy}; name a file that `ledger backup` wrote")
-    if copy.resolve() == to.resolve():
+    to = place_of(to)
+    if copy.resolve() == to:
         raise LedgerError(f"{copy} is the ledger itself; name a copy of it")
     seen = _known(to)
     with _held(to), replacing(to, mode=0o600) as file:
@@ -236,9 +242,10 @@ def _known(path: Path) -> Mark | None:
 @contextlib.contextmanager
 def _reader(path: Path) -> Iterator[sqlite3.Connection]:
     """Read a file of SQLite as it is, without a trace unless it is in use."""
+    path = place_of(path)
     is_used = path.with_name(f"{path.name}-wal").exists()
     how = "mode=rw" if is_used else "mode=ro&immutable=1"
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True)
+    connection = sqlite3.connect(f"{path.as_uri()}?{how}", uri=True)
     try:
         yield connection
     finally:
