@@ -21,7 +21,10 @@ from understudy.privacy.plan import Budget, Plan, PlannedRelease, PublicFacts
 from understudy.progress import Progress
 
 CRITIC = Critic((1, 8, 8), 3, width=4, depth=2)
-TINY = {"images_per_class": 4, "critics": 5, "asked": 2.5, "width": 4, "critic_width": 2}
+TINY = {
+    "images_per_class": 4, "critics": 5, "asked": 2.5, "width": 4, "critic_width": 2,
+    "network": "convolutions", "smooth": 0.0, "grain": 0.0,
+}  # fmt: skip
 
 FACTS = PublicFacts(units=200, class_names=tuple("abc"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
 
@@ -174,14 +177,16 @@ def test_the_generator_follows_advice_from_any_critics(ledger):
     assert warm.std() > 2 * first.std()  # noise first, then the grey of an untrained generator
 
 
-def test_it_learns_two_simple_classes_without_noise(ledger, tmp_path):
+@pytest.mark.parametrize(("network", "lr"), [("convolutions", 5e-3), ("gallery", 0.2)])
+def test_it_learns_two_simple_classes_without_noise(ledger, tmp_path, network, lr):
     images = torch.randint(0, 60, (80, 1, 8, 8), generator=seeded(), dtype=torch.uint8).numpy()
     labels = (torch.arange(80) % 2).numpy()
     images[labels == 0, :, :4] += 190
     images[labels == 1, :, 4:] += 190
     vault = a_vault(ledger, labelled_images(images, labels, classes=2))
-    settings = {"critics": 10, "asked": 5.0, "steps": 60, "batch": 8, "lr": 5e-3, "warm_up": 20,
-                "images_per_class": 10, "width": 8, "critic_width": 4}  # fmt: skip
+    settings = {"critics": 10, "asked": 5.0, "steps": 60, "batch": 8, "lr": lr, "warm_up": 20,
+                "images_per_class": 10, "width": 8, "critic_width": 4, "network": network,
+                "smooth": 0.0, "grain": 0.0}  # fmt: skip
     method = GSWGAN(
         configure(GSWGAN, vault.facts, 10, settings=settings).config, vault.facts, seed=0
     )
@@ -193,6 +198,42 @@ def test_it_learns_two_simple_classes_without_noise(ledger, tmp_path):
     top, bottom = made.images[:, :, :4].mean((1, 2, 3)), made.images[:, :, 4:].mean((1, 2, 3))
     assert (top - bottom)[made.labels == 0].min() > 0.2
     assert (bottom - top)[made.labels == 1].min() > 0.2
+
+
+def test_all_pictures_of_all_classes_take_their_turn():
+    config = GSWGANConfig(critics=5, asked=2, batch=4, network="gallery", code=5)
+    method = GSWGAN(config, FACTS, seed=0)
+    shown = set()
+    for step in range(5):
+        codes, labels = method._batch(torch.device("cpu"), "codes", step)
+        assert codes.sum(1).tolist() == [1.0] * 4  # whole pictures, no mixtures
+        shown |= set(zip(codes.argmax(1).tolist(), labels.tolist(), strict=True))
+    assert len(shown) == 5 * FACTS.classes
+    twice = [method._batch(torch.device("cpu"), "codes", 123)[0] for _ in range(2)]
+    assert torch.equal(*twice)
+
+
+def test_advice_can_be_smoothed_before_the_generator_follows_it():
+    class Spike:
+        def advance(self, images, labels, turn):
+            pass
+
+        def gradient(self, images, labels):
+            said = torch.zeros_like(images)
+            said[:, :, 4, 4] = 1
+            return said
+
+    moved = []
+    for smooth in (0.0, 1.0):
+        config = GSWGANConfig(critics=5, asked=2, batch=3, network="gallery", code=1, smooth=smooth)
+        method = GSWGAN(config, FACTS, seed=0)
+        start = method.start(torch.device("cpu"))
+        (before,), (after,) = (
+            state.params.values() for state in (start, method.turn(Spike(), start, 0))
+        )
+        moved.append(((after - before)[0] > 1e-6).sum().item())
+    assert moved[0] == 1  # up, where critics said so
+    assert moved[1] > 9
 
 
 def test_an_image_does_not_depend_on_its_batch():
@@ -220,6 +261,8 @@ def test_the_plan_is_one_release_for_each_step():
         ({"warm_up": -1}, "warm_up"),
         ({"critics": 0}, "critics"),
         ({"clip_norm": math.inf}, "clip_norm"),
+        ({"network": "dense"}, "network is 'dense', expected convolutions, gallery"),
+        ({"smooth": -1.0}, "smooth"),
     ],
 )
 def test_senseless_settings_are_refused(settings, message):
