@@ -14,6 +14,7 @@ from understudy.finished import opened
 from understudy.pipeline import Data, load_data
 from understudy.privacy import registration as registrations
 from understudy.privacy.ledger import Ledger, default_ledger
+from understudy.privacy.mark import mark_beside
 from understudy.progress import Progress
 from understudy.training.engine import Engine, choose_device
 from understudy.training.gan_pretraining import GANHeader, GANPretraining, train_gan
@@ -144,7 +145,8 @@ def _check_public(
             f"{data.name} is not a known public set; pre-training protects nothing of it; if "
             "everyone may see its images, say so with --public"
         )
-    if ledger is None and not default_ledger().exists():
+    own = default_ledger()
+    if ledger is None and not (own.exists() or own.is_symlink() or mark_beside(own)):
         return  # nothing was ever registered
     with opened(ledger, create=False) as book:
         for part in (data, data.test):

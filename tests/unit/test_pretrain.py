@@ -18,6 +18,7 @@ from understudy.errors import (
     DataChanged,
     InvalidData,
     InvalidSettings,
+    LedgerError,
     OutputExists,
     StorageError,
 )
@@ -189,6 +190,21 @@ def test_a_private_set_is_refused_whatever_is_declared(scans, tmp_path, ledger):
     assert pretrain(
         unseen, out=tmp_path / "x.safetensors", public=True, ledger=ledger, **QUICK
     ).path.exists()
+
+
+@pytest.mark.parametrize("how", ["a lost ledger", "a link to nowhere"])
+def test_a_ledger_out_of_reach_is_not_taken_for_none(scans, tmp_path, monkeypatch, how):
+    own = tmp_path / "own.sqlite"
+    monkeypatch.setenv("UNDERSTUDY_LEDGER", str(own))
+    register(scans, ledger=own)
+    if how == "a lost ledger":
+        own.unlink()
+    else:
+        own.rename(tmp_path / "unmounted.sqlite")
+        own.with_name(f"{own.name}.head").unlink()
+        own.symlink_to(tmp_path / "nowhere" / "own.sqlite")
+    with pytest.raises(LedgerError, match="is gone, but|leads to no ledger"):
+        pretrain(scans, out=tmp_path / "x.safetensors", public=True, **QUICK)
 
 
 def test_a_registered_public_benchmark_stays_public(digits, tmp_path, ledger):
