@@ -72,10 +72,22 @@ def load_data(
     return read_source(source, Reading(**reading), progress)
 
 
-def register(data: Data, *, ledger: Ledger, terms: RegistrationTerms | None = None) -> Registration:
-    """Enter a data set into the ledger, or find it there."""
+def register(
+    data: Data,
+    *,
+    ledger: Ledger | str | Path | None = None,
+    terms: RegistrationTerms | None = None,
+) -> Registration:
+    """Enter a data set into the ledger, or find it there.
+
+    Args:
+        data: name of a built-in set, path, or `LabelledImages`.
+        ledger: the ledger, or its path; by default the user's.
+        terms: what is fixed now, for good.
+    """
     images = data if isinstance(data, LabelledImages) else load_data(data)
-    return registrations.register(ledger, images, terms or RegistrationTerms())
+    with opened(ledger) as book:
+        return registrations.register(book, images, terms or RegistrationTerms())
 
 
 def synthesize(

@@ -31,11 +31,11 @@ def digits(number: int, clients: int):
     return labelled_images(data.images[mine], data.labels[mine], classes=10)
 
 
-def a_client(folder: Path, number: int, *, clients=20, rounds=300, budget=BUDGET):
+def a_client(folder: Path, number: int, *, clients=20, rounds=300, budget=BUDGET, clip_norm=1.0):
     folder.mkdir(parents=True, exist_ok=True)
     ledger, data = Ledger(folder / f"{number}.sqlite"), digits(number, clients)
     vault = Vault(data, register(ledger, data, RegistrationTerms()), ledger)
-    offer = Offer(rounds=rounds, batch=BATCH, most_steps=2)
+    offer = Offer(rounds=rounds, batch=BATCH, most_steps=2, clip_norm=clip_norm)
     return vault.open_rounds(offer, CRITIC, budget, ledger, run_id="trial")
 
 

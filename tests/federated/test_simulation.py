@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from critics import a_round
 from understudy.errors import InvalidSettings, ProcessLost, RoundDeclined
 from understudy.federated.node import check_address, reply
-from understudy.federated.server import FederatedCritics, Seat
+from understudy.federated.server import FederatedCritics, Seat, _is_one_noise
 from understudy.federated.simulation import LocalGrid
 from understudy.federated.wire import Answer, pack_answer, pack_round, read_answer, read_round
 from understudy.privacy.plan import Budget
@@ -61,6 +61,7 @@ def test_twenty_clients_finish_300_rounds_in_five_minutes(tmp_path):
     assert all(client.rounds_left == 0 for client in grid.clients.values())
     said = critics.statement()
     assert said["rounds"] == said["rounds_with_all_clients"] == 300
+    assert said["rounds_with_equal_noise"] == 300
     own = grid.clients[1].statement()["server_view"]
     assert 9.9 < own["epsilon"] <= 10
 
@@ -183,6 +184,38 @@ def test_a_round_with_a_client_out_of_reach_is_not_counted_as_sampled(tmp_path):
     assert (critics.rounds, critics.complete_rounds) == (1, 0)
 
 
+def outside_with(other, folder):
+    """What two clients and a third pay from outside, and against the server, and the rounds."""
+    grid = a_grid(folder, 3)
+    grid.clients[3] = a_client(folder / "other", 2, clients=3, **other)
+    critics = FederatedCritics(grid, clients=3, asked=1)
+    for _ in range(20):
+        critics.gradient(*a_question())
+    parts = [part for part in critics.statement()["answers"] if part["outside"]]
+    pays = {p["outside"]["epsilon"] < p["server"]["epsilon_at_most"] - 1e-6 for p in parts}
+    return pays, critics.complete_rounds, critics.equal_rounds
+
+
+@pytest.mark.parametrize(
+    "other", [{"budget": Budget(epsilon=8.0, delta=1e-5)}, {"rounds": 299}, {"clip_norm": 0.9}]
+)
+def test_a_round_in_which_noise_shows_who_was_asked_is_not_counted_as_sampled(tmp_path, other):
+    """Whoever was asked: all could have been."""
+    assert outside_with({}, tmp_path / "equal") == ({True}, 20, 20)
+    assert outside_with(other, tmp_path / "different") == ({False}, 20, 0)
+
+
+def test_a_client_that_has_answered_all_its_rounds_is_not_one_that_could_be_asked(tmp_path):
+    grid = a_grid(tmp_path, 2, rounds=2)
+    critics = FederatedCritics(grid, clients=2, asked=1)
+    first = type("First", (), {"sample": lambda self, seats, count: seats[:count]})()
+    last = type("Last", (), {"sample": lambda self, seats, count: seats[-count:]})()
+    for critics._choice in (first, first, last):
+        critics.gradient(*a_question())
+    assert [client.rounds_left for client in grid.clients.values()] == [0, 1]
+    assert (critics.rounds, critics.complete_rounds, critics.equal_rounds) == (3, 2, 2)
+
+
 @pytest.mark.parametrize("asked", [0, 3])
 def test_numbers_of_clients_that_cannot_be_are_refused(asked):
     with pytest.raises(InvalidSettings, match="expected 1 to 2"):
@@ -199,13 +232,17 @@ def test_a_client_that_sends_something_else_is_left_out(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "told", [(0.0, 1e-5), (-1.0, 1e-5), (math.nan, 1e-5), (math.inf, 1e-5), (2.0, 0.0), (2.0, 2.0)]
-)
+    "told",
+    [
+        (0.0, 1e-5), (-1.0, 1e-5), (math.nan, 1e-5), (math.inf, 1e-5), (2.0, 0.0), (2.0, 2.0),
+        (2.0, 1e-5, -1.0), (2.0, 1e-5, math.nan), (2.0, 1e-5, math.inf),
+    ],
+)  # fmt: skip
 def test_a_client_that_tells_nonsense_of_its_noise_counts_as_without(told):
     seat = Seat(answers=1)
     seat.hear(Answer(noise_multiplier=2.0, delta=1e-5))
     assert seat.part.is_private
-    seat.hear(Answer(noise_multiplier=told[0], delta=told[1]))
+    seat.hear(Answer(**dict(zip(("noise_multiplier", "delta", "noise_std"), told, strict=False))))
     assert not seat.part.is_private
     seat.hear(Answer(noise_multiplier=2.0, delta=1e-5))
     assert not seat.part.is_private
@@ -214,8 +251,36 @@ def test_a_client_that_tells_nonsense_of_its_noise_counts_as_without(told):
 def test_the_least_noise_that_a_client_told_of_counts():
     seat = Seat()
     for noise, delta in ((2.0, 1e-5), (1.0, 1e-6), (3.0, 1e-7)):
-        seat.hear(Answer(noise_multiplier=noise, delta=delta))
-    assert (seat.noise_multiplier, seat.delta) == (1.0, 1e-5)
+        seat.hear(Answer(noise_multiplier=noise, delta=delta, noise_std=2 * noise))
+    assert (seat.noise_multiplier, seat.delta, seat.noise_std) == (1.0, 1e-5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_one"),
+    [
+        ([(2.0, 4.0), (2.0, 4.0)], True),
+        ([(2.0, 4.0), (2.0, 4.0000001)], False),
+        ([(2.0, 4.0), (1.0, 4.0)], False),
+        ([(2.0, 4.0), (2.0, 0.0)], False),
+        ([(2.0, 0.0), (2.0, 0.0)], False),
+        ([(0.0, 0.0), (0.0, 0.0)], False),
+        ([(2.0, math.nan)] * 2, False),
+        ([(2.0, math.inf)] * 2, False),
+    ],
+)
+def test_noise_is_equal_if_all_told_of_it_and_of_exactly_the_same(told, is_one):
+    heard = [Answer(noise_multiplier=noise, delta=1e-5, noise_std=std) for noise, std in told]
+    assert _is_one_noise(heard) == is_one
+
+
+def test_a_client_that_does_not_tell_how_large_its_noise_is_keeps_its_guarantee():
+    """One of an earlier version: it is worth nothing from outside, that is all."""
+    message = pack_answer(Answer(noise_multiplier=2.0, delta=1e-5))
+    del message["said"]["noise-std"]
+    seat = Seat(answers=1)
+    seat.hear(read_answer(message))
+    assert seat.part.is_private
+    assert seat.noise_std == 0
 
 
 def test_an_error_at_a_client_tells_the_server_nothing(tmp_path, monkeypatch):
@@ -235,8 +300,25 @@ def test_rounds_and_answers_arrive_as_they_were_sent():
     assert (came.name, came.is_asked) == ("c-1", False)
     assert torch.equal(came.images, asked.images)
     assert torch.equal(came.labels, asked.labels)
-    answer = Answer(slope=torch.rand(5), noise_multiplier=2.0, delta=1e-5)
-    assert torch.equal(read_answer(pack_answer(answer)).slope, answer.slope)
+    answer = Answer(slope=torch.rand(5), noise_multiplier=2.0, delta=1e-5, noise_std=3.0)
+    heard = read_answer(pack_answer(answer))
+    assert torch.equal(heard.slope, answer.slope)
+    assert replace(heard, slope=None) == replace(answer, slope=None)
+
+
+@pytest.mark.parametrize("name", ["noise-multiplier", "delta", "noise-std"])
+@pytest.mark.parametrize("told", ["4.0", 4, True, [4.0]])
+def test_what_a_client_tells_of_its_noise_are_numbers_of_the_declared_type(name, told):
+    message = pack_answer(Answer(noise_multiplier=2.0, delta=1e-5, noise_std=4.0))
+    message["said"][name] = told
+    with pytest.raises(RoundDeclined, match="that is none"):
+        read_answer(message)
+
+
+def test_a_client_tells_how_large_its_noise_is(tmp_path):
+    client = a_client(tmp_path, 0, clip_norm=0.5)
+    said = read_answer(reply(client, a_message(a_round())).content)
+    assert said.noise_std == client.noise_std == said.noise_multiplier * 2 * 0.5
 
 
 def broken(**arrays):

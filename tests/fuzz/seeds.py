@@ -94,7 +94,7 @@ def _files(images: np.ndarray, labels: np.ndarray) -> Iterator[tuple[str, str, b
         part = Part(rounds_answered=3, noise_multiplier=2.0, delta=1e-5)
         course = Course(
             clients=3, asked_per_round=1, rounds=4, rounds_with_all_clients=4, dimension=64,
-            parts=(part, part),
+            parts=(part, part), rounds_with_equal_noise=4,
         )  # fmt: skip
         of_clients = release(
             _set(), course, folder / "federation", facts=facts_of(3, [1, 4, 4], ["a", "b"]),

@@ -329,4 +329,13 @@ ERRORS = [
         "test_replacement_costs_more_than_removal_and_less_than_no_sampling[1-renyi]",
         shows="removal * 1.1 < replacement",
     ),
+    Planted(
+        name="a client of one unit adds the noise of one vote",
+        at="privacy.client:Client.answer",
+        old="is_replaced=True",
+        new="is_replaced=False",
+        caught_by=f"{UNIT}/test_client.py::"
+        "test_noise_is_of_one_size_however_few_units_a_client_has[1]",
+        shows="answer == pytest.approx(client.noise_std",
+    ),
 ]

@@ -58,7 +58,19 @@ def test_an_answer_is_the_clipped_slope_plus_noise_of_the_charged_size(ledger):
     assert np.linalg.norm(answer - std) == pytest.approx(0.5, rel=1e-4)
 
 
-def test_other_data_moves_an_answer_by_twice_the_clip_norm_at_most(tmp_path):
+@pytest.mark.parametrize("units", [1, 2, 8])
+def test_noise_is_of_one_size_however_few_units_a_client_has(ledger, units):
+    """Its whole data may be any other: two critics of one unit may pull in opposite directions."""
+    data = some_images(8, units=np.arange(8) * units // 8, unit="patient")
+    silent = a_critic(scale=0.0)
+    client = a_client(ledger, data=data, noise=1.0, critic=silent, max_per_unit=8)
+    answer = values(client.answer(a_round()))
+    assert client.noise_std == client.calibration.noise_multiplier * 2 * 0.5
+    assert answer == pytest.approx(client.noise_std, rel=1e-5)
+
+
+@pytest.mark.parametrize("units", [1, 8])
+def test_other_data_moves_an_answer_by_twice_the_clip_norm_at_most(tmp_path, units):
     """And can: critics that pull in opposite directions."""
     sides = []
     for number, sign in enumerate((1.0, -1.0)):
@@ -70,9 +82,11 @@ def test_other_data_moves_an_answer_by_twice_the_clip_norm_at_most(tmp_path):
             },
             ask=lambda state, public: (state["last"].mean() - 0.5) * torch.ones(4, 1, 8, 8) * 1e6,
         )  # fmt: skip
-        data = some_images(count=8 + number)
+        data = some_images(8, units=np.arange(8) * units // 8, unit="patient")
         data.images[:] = 255 if sign > 0 else 0
-        client = a_client(Ledger(tmp_path / str(number)), data=data, critic=critic, noise=0.0)
+        ledger = Ledger(tmp_path / str(number))
+        most = 8 // units
+        client = a_client(ledger, data=data, critic=critic, noise=0.0, max_per_unit=most)
         sides.append(values(client.answer(a_round(steps=1))))
     assert np.linalg.norm(sides[0] - sides[1]) == pytest.approx(2 * 0.5, rel=1e-6)
     assert np.linalg.norm(sides[0] - sides[1]) <= 2 * 0.5
@@ -142,6 +156,8 @@ def test_a_spent_client_declines_before_a_record_is_read(ledger):
     learned = client._ensemble._state["first"].clone()
     with pytest.raises(RoundDeclined, match="offered 2 rounds .* epsilon 10 is spent; go on"):
         client.answer(a_round("a-2"))
+    with pytest.raises(RoundDeclined, match="is spent"):  # nor does it seem to be in reach
+        client.answer(a_round("a-2", is_asked=False))
     assert torch.equal(client._ensemble._state["first"], learned)
     assert client.answer(a_round("a-1")) == kept[1]
 
@@ -261,6 +277,7 @@ def test_a_statement_separates_what_was_spent_from_what_may_be(ledger):
     assert said["outside_view"]["epsilon"] == said["server_view"]["epsilon"]
     assert (said["rounds_answered"], said["rounds_offered"]) == (1, 4)
     assert said["relation"] == "one client's whole data replaced"
+    assert said["noise_std"] == said["noise_multiplier"] * said["sensitivity"]
 
 
 def test_a_statement_without_noise_or_secrecy_claims_nothing(ledger):

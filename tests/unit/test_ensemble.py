@@ -267,7 +267,7 @@ def test_noise_goes_by_the_sensitivity():
         assert torch.allclose(said, torch.full((7,), 3 * sensitivity, dtype=torch.float64))
 
 
-def shouted(data, facts, **changes):
+def shouted(data, *, is_replaced=False, **changes):
     """Return what members say together that each have one unit: most, if they have no record."""
 
     def look(state, images, labels, counts, public):
@@ -276,28 +276,33 @@ def shouted(data, facts, **changes):
     def say(state, public):
         return torch.where(state > 0, -0.3, 1.0) * torch.ones(4)
 
-    made = Ensemble(records_of(data), facts, torch.zeros(12), members=12, at_once=5)
+    made = Ensemble(records_of(data), facts_of(data), torch.zeros(12), members=12, at_once=5)
     made.learn(look, torch.arange(1))
     access = access_to(data, sampling_rate=1.0, **changes)
-    return votes(access, made, say, None, dimension=4, bound=0.5)
+    return votes(access, made, say, None, dimension=4, bound=0.5, is_replaced=is_replaced)
 
 
 def test_without_its_only_unit_a_member_has_no_vote():
     """So a missing unit takes one vote away; it does not turn it round."""
     data = some_images(12)
-    facts = facts_of(data)
-    whole = shouted(data, facts)
+    whole = shouted(data)
     assert torch.allclose(whole, torch.full((4,), 12 * -0.25, dtype=torch.float64), rtol=1e-5)
     for gone in range(11):
-        rest = shouted(without(data, gone), facts)
+        rest = shouted(without(data, gone))
         assert (whole - rest).norm() == pytest.approx(0.5, rel=1e-5)
 
 
-def test_noise_on_votes_of_single_units_goes_by_one_vote():
-    data = some_images(12)
-    noisy = shouted(data, facts_of(data), noise_multiplier=3.0, noise=1.0)
-    expected = torch.full((4,), 12 * -0.25 + 3 * 0.5, dtype=torch.float64)
+@pytest.mark.parametrize(("is_replaced", "sensitivity"), [(False, 0.5), (True, 2 * 0.5)])
+def test_noise_on_votes_of_single_units_goes_by_what_one_may_change(is_replaced, sensitivity):
+    noisy = shouted(some_images(12), is_replaced=is_replaced, noise_multiplier=2.0, noise=1.0)
+    expected = torch.full((4,), 12 * -0.25 + 2 * sensitivity, dtype=torch.float64)
     assert torch.allclose(noisy, expected, rtol=1e-5)
+
+
+def test_a_single_unit_that_may_be_replaced_has_a_vote_whatever_it_is():
+    data = some_images(12)
+    sums = [shouted(d, is_replaced=True) for d in (data, without(data, 3))]
+    assert torch.dist(*sums) == pytest.approx(2 * 0.5, rel=1e-5)
 
 
 def of_both_forms(data, *, block=3, scale=1.0, positive=False):

@@ -17,7 +17,7 @@ from understudy.federated.release import facts_of, release
 from understudy.nets.generators import ConvGenerator
 from understudy.nets.released import Generator
 from understudy.privacy.client import Offer
-from understudy.privacy.federation import Course, Part
+from understudy.privacy.federation import CONDITION, Course, Part
 from understudy.privacy.ledger import Ledger
 from understudy.privacy.plan import Budget
 from understudy.report.listing import list_runs
@@ -29,6 +29,7 @@ TOLD = Part(rounds_answered=5, noise_multiplier=2.0, delta=1e-5)
 
 def a_course(*parts, asked=3, **how):
     how = {"rounds": 5, "rounds_with_all_clients": 5, "dimension": 256} | how
+    how = {"rounds_with_equal_noise": how["rounds_with_all_clients"]} | how
     return Course(clients=3, asked_per_round=asked, parts=parts or (TOLD,), **how)
 
 
@@ -101,6 +102,28 @@ def test_from_outside_it_costs_less_if_few_were_chosen_and_never_more():
     assert "the server is trusted" not in all_asked.in_words()
 
 
+def test_only_rounds_in_which_all_told_of_equal_noise_cost_less_from_outside():
+    """Else the size of the noise in a sum shows who was asked."""
+    some, none = (a_course(asked=1, rounds_with_equal_noise=n) for n in (3, 0))
+    assert a_course(asked=1).outside_epsilon < some.outside_epsilon < some.server_epsilon
+    assert none.outside_epsilon == none.server_epsilon
+    assert "the server is trusted" not in none.in_words()
+    assert "noise of exactly the size that they told" in CONDITION
+
+
+def test_parts_that_told_of_different_noise_hide_nobody():
+    apart = a_course(TOLD, replace(TOLD, noise_multiplier=2.2), asked=1)
+    assert apart.outside_epsilon == apart.server_epsilon
+
+
+def test_whoever_does_not_say_that_noise_was_equal_gains_nothing():
+    course = Course(
+        clients=20, asked_per_round=1, rounds=5, rounds_with_all_clients=5, dimension=256,
+        parts=(TOLD,),
+    )  # fmt: skip
+    assert course.outside_epsilon == course.server_epsilon
+
+
 # What is left
 
 
@@ -150,6 +173,25 @@ def test_without_noise_there_is_no_guarantee(tmp_path, told, others):
         understudy.export(folder, to="npz", out=tmp_path / "npz")
 
 
+@pytest.mark.parametrize(("delta", "is_large"), [(1e-5, False), (0.3, False), (0.6, True)])
+def test_a_delta_of_one_in_the_number_of_clients_is_called_large(tmp_path, delta, is_large):
+    folder = made(tmp_path / "federation", TOLD, replace(TOLD, delta=delta))
+    guarantee = understudy.verify(folder).certificate.content["guarantee"]
+    assert (guarantee["delta"], guarantee["is_delta_large"]) == (delta, is_large)
+
+
+def of_an_earlier_version(content):
+    """Which did not ask clients how large their noise is."""
+    del content["federation"]["rounds_with_equal_noise"]
+
+
+def test_a_certificate_of_an_earlier_version_holds_if_it_gained_nothing_by_asking_few(tmp_path):
+    understudy.verify(edited(made(tmp_path / "all", asked=3), of_an_earlier_version))
+    few = edited(made(tmp_path / "few", asked=1), of_an_earlier_version)
+    with pytest.raises(VerificationFailed, match="equal noise in 0 of 5.*earlier versions did not"):
+        understudy.verify(few)
+
+
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     def fails(*_):
         raise KeyboardInterrupt
@@ -170,7 +212,7 @@ def less_noise(content):
 
 
 def fewer_rounds(content):
-    for name in ("rounds", "rounds_with_all_clients"):
+    for name in ("rounds", "rounds_with_all_clients", "rounds_with_equal_noise"):
         content["federation"][name] = 1
 
 
@@ -194,6 +236,18 @@ def more_complete_rounds_than_rounds(content):
     content["federation"]["rounds_with_all_clients"] = 6
 
 
+def equal_noise_in(rounds):
+    def change(content):
+        content["federation"]["rounds_with_equal_noise"] = rounds
+
+    return change
+
+
+def a_part_with_other_noise(content):
+    (part,) = content["federation"]["parts"]
+    content["federation"]["parts"].append(part | {"noise_multiplier": 2.5})
+
+
 def less_epsilon(content):
     for name in ("epsilon", "target_epsilon"):
         content["guarantee"][name] *= 0.9
@@ -209,6 +263,13 @@ def less_epsilon(content):
         (nothing_outside, "cannot be computed"),
         (more_asked_than_there_are, "no federation goes like that"),
         (more_complete_rounds_than_rounds, "no federation goes like that"),
+        (equal_noise_in(4), "equal noise in 4 of 5 rounds"),
+        (a_part_with_other_noise, "equal noise in 0 of 5 rounds"),
+        (equal_noise_in(6), "with equal noise in 6: no federation"),
+        (equal_noise_in(-1), "no federation goes like that"),
+        (equal_noise_in("5"), "no federation goes like that"),
+        (equal_noise_in(2.5), "no federation goes like that"),
+        (equal_noise_in(None), "no federation goes like that"),
         (less_epsilon, "the plan costs epsilon"),
     ],
 )

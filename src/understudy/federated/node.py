@@ -34,6 +34,7 @@ def reply(client: Client, message: Any) -> Any:
     said = Answer(
         noise_multiplier=float(told.noise_multiplier),
         delta=float(told.delta_accounted + told.delta_tail),
+        noise_std=float(client.noise_std),
     )
     try:
         answer = client.answer(read_round(message.content))

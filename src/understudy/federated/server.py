@@ -47,13 +47,16 @@ class Seat:
     """The least that it told of; 0 for what is no noise."""
     delta: float = 0.0
     """The largest that it told of."""
+    noise_std: float = math.inf
+    """The least that it told of; 0 if it did not tell."""
 
     def hear(self, answer: Answer) -> None:
         """Note what a client tells of its noise. It may be anybody: what makes no sense is none."""
-        noise, delta = answer.noise_multiplier, answer.delta
-        makes_sense = 0 < noise < math.inf and 0 < delta < 1
+        noise, delta, std = answer.noise_multiplier, answer.delta, answer.noise_std
+        makes_sense = 0 < noise < math.inf and 0 < delta < 1 and 0 <= std < math.inf
         self.noise_multiplier = min(self.noise_multiplier, noise if makes_sense else 0.0)
         self.delta = max(self.delta, delta if makes_sense else 0.0)
+        self.noise_std = min(self.noise_std, std if makes_sense else 0.0)
 
     @property
     def part(self) -> Part:
@@ -98,7 +101,8 @@ class FederatedCritics:
         self._session = secrets.token_hex(8)
         self._choice = secrets.SystemRandom()
         self._to_learn: list[tuple[Tensor, Tensor]] = []
-        self.rounds = self.complete_rounds = self._lessons = self._dimension = 0
+        self.rounds = self.complete_rounds = self.equal_rounds = 0
+        self._lessons = self._dimension = 0
 
     @property
     def clients(self) -> int:
@@ -154,7 +158,9 @@ class FederatedCritics:
         self._dimension = max(self._dimension, images.numel())
         self.rounds += 1
         # Had one of those not asked been out of reach, the others would have been asked more often.
-        self.complete_rounds += answered == self.asked and len(heard) == len(self._seats)
+        is_complete = answered == self.asked and len(heard) == len(self._seats)
+        self.complete_rounds += is_complete
+        self.equal_rounds += is_complete and _is_one_noise([answer for _, answer in heard])
         return (total / self.asked).to(images.dtype).view(images.shape).to(images.device)
 
     def _send(
@@ -261,6 +267,7 @@ class FederatedCritics:
             rounds_with_all_clients=self.complete_rounds,
             dimension=self._dimension,
             parts=tuple(seat.part for seat in heard),
+            rounds_with_equal_noise=self.equal_rounds,
         )
 
     def statement(self) -> dict[str, Any]:
@@ -272,6 +279,7 @@ class FederatedCritics:
             "asked_per_round": self.asked,
             "rounds": self.rounds,
             "rounds_with_all_clients": self.complete_rounds,
+            "rounds_with_equal_noise": self.equal_rounds,
             "answers": [self._views(seat) for seat in self._seats],
         }
 
@@ -283,6 +291,7 @@ class FederatedCritics:
             "rounds_answered": seat.answers,
             "as_told_by_client": {
                 "noise_multiplier": seat.noise_multiplier, "delta": seat.delta,
+                "noise_std": seat.noise_std,
             },
             "server": {
                 "amplification": None,
@@ -292,6 +301,12 @@ class FederatedCritics:
             },
             "outside": {"epsilon": course.outside_epsilon, "condition": CONDITION},
         }  # fmt: skip
+
+
+def _is_one_noise(answers: list[Answer]) -> bool:
+    """Say whether all told of exactly the same noise, so that no sum shows whose it is."""
+    told = {(answer.noise_multiplier, answer.noise_std) for answer in answers}
+    return len(told) == 1 and all(0 < number < math.inf for number in told.pop())
 
 
 def _stacked(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

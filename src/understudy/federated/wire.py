@@ -35,6 +35,8 @@ class Answer:
     noise_multiplier: float = 0.0
     delta: float = 0.0
     """What the client's guarantee is calibrated to; both public."""
+    noise_std: float = 0.0
+    """Standard deviation of the noise in each number of an answer: public. 0 if it is not told."""
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -92,6 +94,7 @@ def pack_answer(answer: Answer) -> Any:
         "declined": answer.declined,
         "noise-multiplier": answer.noise_multiplier,
         "delta": answer.delta,
+        "noise-std": answer.noise_std,
     }
     return RecordDict({"arrays": ArrayRecord(arrays), "said": ConfigRecord(said)})
 
@@ -100,7 +103,7 @@ def read_answer(content: Any) -> Answer:
     """Read what a client answers: it may be anybody."""
     arrays, said = _parts(content, ())
     declined = said.get("declined", "")
-    numbers = [said.get(name, 0.0) for name in ("noise-multiplier", "delta")]
+    numbers = [said.get(name, 0.0) for name in ("noise-multiplier", "delta", "noise-std")]
     if not isinstance(declined, str) or not all(isinstance(n, float) for n in numbers):
         raise RoundDeclined("an answer came that is none")
     return Answer(
@@ -108,6 +111,7 @@ def read_answer(content: Any) -> Answer:
         declined="".join(c for c in declined[:500] if c.isprintable()),
         noise_multiplier=numbers[0],
         delta=numbers[1],
+        noise_std=numbers[2],
     )
 
 

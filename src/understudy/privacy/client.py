@@ -75,6 +75,11 @@ class Offer:
                 f"clip norm is {self.clip_norm:g}, expected a positive number; correct the offer"
             )
 
+    @property
+    def sensitivity(self) -> float:
+        """Distance of an answer from what it would be with any other data, at most."""
+        return 2 * self.clip_norm
+
     def plan(self, facts: PublicFacts) -> Plan:
         """Plan all rounds: each is the vote of an ensemble of one."""
         dimension = self.batch * math.prod(facts.shape)
@@ -166,12 +171,14 @@ class Client(Sealed):
             Reads: the client's records, through its critic.
             Bound: the slope by all images of the question, as one vector, is scaled to an L2 norm
                 of at most `offer.clip_norm`.
-            Sensitivity: with other data the slope may become any other: 2 * clip_norm.
+            Sensitivity: with other data, of any number of units, the slope may become any other:
+                2 * clip_norm.
             Charges: one Gaussian per round; all rounds offered were reserved when this was opened.
             The answer is in the ledger, durably, before it is returned.
         Edge cases:
             The same round again: the same bytes, nothing learned, nothing charged. The same name
-            with other images, or an answer no longer kept: declined. No round left: declined.
+            with other images, or an answer no longer kept: declined. No round left: declined,
+            also where no answer is wanted; who could not answer must not seem to.
 
         Raises:
             RoundDeclined: with a reason that the server may be told.
@@ -180,12 +187,11 @@ class Client(Sealed):
         question = asked.digest()
         if (known := self._ledger.answered_round(self._run_id, asked.name)) is not None:
             return _again(asked.name, known, question)
-        if not asked.is_asked:
-            self._advance(asked)
-            return None
         if self.rounds_left == 0:
             raise self._is_spent()
         self._advance(asked)
+        if not asked.is_asked:
+            return None
         images, labels = asked.images[-1], asked.labels[-1]
         slope = votes(
             self._access,
@@ -194,6 +200,7 @@ class Client(Sealed):
             self._here((images, labels)),
             dimension=images.numel(),
             bound=self.offer.clip_norm,
+            is_replaced=True,
         )
         answer = slope.float().cpu().numpy().tobytes()
         is_ours = self._ledger.keep_answer(
@@ -237,6 +244,11 @@ class Client(Sealed):
         return max(0, self.offer.rounds - self.rounds_answered)
 
     @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise in each answer: public."""
+        return self.calibration.noise_multiplier * self.offer.sensitivity
+
+    @property
     def has_guarantee(self) -> bool:
         """Whether answers are private: noise was added, from a secret source."""
         return self.calibration.noise_multiplier > 0 and self._access.randomness.is_secret
@@ -260,8 +272,9 @@ class Client(Sealed):
             "format": 1,
             "relation": RELATION,
             "clip_norm": self.offer.clip_norm,
-            "sensitivity": 2 * self.offer.clip_norm,
+            "sensitivity": self.offer.sensitivity,
             "noise_multiplier": calibration.noise_multiplier,
+            "noise_std": self.noise_std,
             "delta": delta,
             "accountant": calibration.accountant,
             "randomness": self._access.randomness.generator,

@@ -27,7 +27,9 @@ RELATION = "one client's whole data replaced"
 ACCOUNTANT: Accountant = "pld"
 CONDITION = (
     "the server is trusted: it chose anew and secretly in each round whom to ask, told nobody, and "
-    "lets out only what it made of the sums; who failed to answer did not do so because of its data"
+    "lets out only what it made of the sums; who failed to answer did not do so because of its "
+    "data; and clients add noise of exactly the size that they told, so that no sum shows by its "
+    "noise whose it is"
 )
 TOLERANCE = 1e-6
 SMALLEST_DELTA, NO_DELTA = 1e-30, 0.5
@@ -64,21 +66,29 @@ class Course:
     """Numbers in an answer."""
     parts: tuple[Part, ...]
     """Of those who answered at all."""
+    rounds_with_equal_noise: int = 0
+    """Of the rounds with all clients, those in which all of them, asked or not, told of exactly the
+    same noise: the same multiplier, and the same standard deviation."""
 
     def __post_init__(self) -> None:
         is_possible = 1 <= self.asked_per_round <= self.clients
-        if not (is_possible and 0 <= self.rounds_with_all_clients <= self.rounds):
+        whole, equal = self.rounds_with_all_clients, self.rounds_with_equal_noise
+        if not (is_possible and type(equal) is int and 0 <= equal <= whole <= self.rounds):
             raise InvalidSettings(
                 f"{self.asked_per_round} of {self.clients} clients asked in {self.rounds} rounds, "
-                f"all in reach in {self.rounds_with_all_clients}: no federation goes like that"
+                f"all in reach in {whole}, with equal noise in {equal!r:.40}: no federation goes "
+                "like that"
             )
 
     @classmethod
     def from_json(cls, content: Any) -> Course:
-        """Read what `to_json` has written, after `check_form`."""
+        """Read what `to_json` has written, after `check_form`.
+
+        Earlier versions did not ask how large noise is: then it is known to be equal in no round.
+        """
         parts = tuple(Part(**{f.name: p[f.name] for f in fields(Part)}) for p in content["parts"])
-        numbers = {f.name: content[f.name] for f in fields(cls) if f.name != "parts"}
-        return cls(parts=parts, **numbers)
+        known = [f.name for f in fields(cls) if f.name in content and f.name != "parts"]
+        return cls(parts=parts, **{name: content[name] for name in known})
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as a JSON object, with what it costs from outside."""
@@ -136,14 +146,28 @@ class Course:
         """What a client's part costs at most against the server, who sees every answer."""
         return epsilon_of(self.plan, self.noise_multiplier, self.accounted, ACCOUNTANT)
 
+    @property
+    def hidden_rounds(self) -> int:
+        """Rounds in which nothing that comes out shows who was asked.
+
+        Any client's answer must be able to stand where another's is. An answer has thousands of
+        coordinates, so noise that is a tenth smaller shows; and answers of a larger norm are
+        further away. Where parts told of different noise, at whatever time, no round counts.
+        """
+        is_one_noise = len({part.noise_multiplier for part in self.parts}) == 1
+        return self.rounds_with_equal_noise if is_one_noise else 0
+
     @cached_property
     def outside_epsilon(self) -> float:
-        """What it costs against others, on `CONDITION`."""
+        """What it costs against others, on `CONDITION`.
+
+        Rounds that hide nobody count as if this client had answered them all.
+        """
         sampled = epsilon_of_sampled_clients(
             clients=self.clients,
             asked=self.asked_per_round,
-            rounds=self.rounds_with_all_clients,
-            other_rounds=self.rounds - self.rounds_with_all_clients,
+            rounds=self.hidden_rounds,
+            other_rounds=self.rounds - self.hidden_rounds,
             noise_multiplier=self.noise_multiplier,
             delta=self.accounted,
         )
@@ -180,5 +204,8 @@ class Course:
         if not found <= stated["epsilon"] + TOLERANCE:
             raise VerificationFailed(
                 f"from outside the federation costs epsilon {found:.4f}, but "
-                f"{stated['epsilon']:.4f} is certified; do not rely on it, and ask whoever made it"
+                f"{stated['epsilon']:.4f} is certified (clients are known to have added equal "
+                f"noise in {self.hidden_rounds} of {self.rounds} rounds, and only these hide who "
+                "was asked; earlier versions did not look); do not rely on it, and ask whoever "
+                "made it"
             )

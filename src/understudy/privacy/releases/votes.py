@@ -34,6 +34,7 @@ def votes(
     dimension: int,
     bound: float,
     is_non_negative: bool = False,
+    is_replaced: bool = False,
 ) -> Tensor:
     """Return the noisy sum of all members' votes (dimension,).
 
@@ -47,6 +48,9 @@ def votes(
             any other: 2 * bound, or sqrt(2) * bound where votes are non-negative, for then
             |u - v|^2 = |u|^2 + |v|^2 - 2 <u, v> <= 2 * bound^2. Where a shard is one unit, the
             vote becomes zero: bound. Which of these holds follows from numbers that are public.
+            Where `is_replaced`, a neighbour has any other data in place of a member's whole shard.
+            Its vote may become any other then, however few units it has: 2 * bound, or
+            sqrt(2) * bound; and neither the noise nor who has a vote tells how many they are.
         Dominating pair: N(0, z^2) against N(1, z^2).
         Charges: one Gaussian. Members are always all asked, so there is no amplification.
     Edge cases:
@@ -59,7 +63,7 @@ def votes(
             f"votes are planned at rate {access.sampling_rate:g}, but all members are asked; plan "
             "them at rate 1"
         )
-    is_alone = ensemble.units_each == 1
+    is_alone = ensemble.units_each == 1 and not is_replaced
     sensitivity = bound if is_alone else (math.sqrt(2) if is_non_negative else 2) * bound
     noise = access.randomness.normal(dimension)
     total = torch.zeros(dimension, dtype=torch.float64, device=noise.device)
