@@ -121,8 +121,9 @@ def released(folder: Path, classes: tuple[str, ...]) -> Path:
     pixels = torch.zeros(len(classes), 1, 4, 4)
     made = SyntheticSet(pixels, torch.arange(len(classes)), classes).to_bytes()
     content = json.loads((CORPUS / "certificate" / "intact.json").read_bytes())
-    content["data_set"]["public_facts"]["class_names"] = list(classes)
-    content["data_set"]["name"] = content["guarantee"]["unit"] = classes[0]
+    facts = content["data_set"]["public_facts"]
+    facts["class_names"] = list(classes)
+    content["data_set"]["name"] = content["guarantee"]["unit"] = facts["unit"] = classes[0]
     (release / "synthetic.safetensors").write_bytes(made)
     (release / "certificate.json").write_bytes(certified(content, made))
     return release

@@ -404,8 +404,8 @@ def _check_statements(certificate: Certificate) -> None:
     facts, total = data_set["public_facts"], data_set["composed_total"]
     if guarantee["unit"] != facts["unit"]:
         raise VerificationFailed(
-            f"the guarantee is for a {guarantee['unit']}, but the data set has units of a "
-            f"{facts['unit']}; {NOT_GUARANTEED}"
+            f"the unit of the guarantee is '{guarantee['unit']}', that of the data set "
+            f"'{facts['unit']}'; {NOT_GUARANTEED}"
         )
     if guarantee["delta"] * facts["units"] >= 1 and not guarantee["is_delta_large"]:
         raise VerificationFailed(
