@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from understudy.cli.output import Output, OutputOptions, make_output
+from understudy.errors import InvalidData
 from understudy.finished import opened
 from understudy.privacy import safekeeping
 from understudy.privacy.certificate import composed_total
@@ -56,9 +57,16 @@ def _show(out: Output, book: Ledger, data_set: Registration) -> None:
     title = f"{data_set.name}: {data_set.facts.units} units, {limit}"
     if data_set.is_public_benchmark:
         title += ", public benchmark"
-    out.table(title, ("run", "method", "state", "epsilon", "delta", "releases"), rows)
     if not rows:
+        out.result(
+            f"{title}; nothing was spent",
+            data_set=data_set.name,
+            runs=0,
+            units=data_set.facts.units,
+            lifetime_epsilon=data_set.lifetime_epsilon,
+        )
         return
+    out.table(title, ("run", "method", "state", "epsilon", "delta", "releases"), rows)
     total = composed_total(book, data_set)
     spent = total["epsilon"] if total["epsilon"] is not None else math.inf
     filtered = total.get("lifetime_spent")
@@ -100,6 +108,8 @@ def check(
         The ledger, if not the user's own.
     """
     with opened(ledger, create=False) as book:
+        if gone := [run for run in runs if not run.is_dir()]:
+            raise InvalidData(f"there is no folder {gone[0]}; name runs, or folders of runs")
         found = safekeeping.check(book, runs)
         missing = f"; {_missing(found.lost)}" if found.lost else ""
         make_output(output).result(

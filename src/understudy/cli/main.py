@@ -62,6 +62,10 @@ INTERRUPTED = {
 }
 """How to go on where a command was stopped at once; others have written nothing."""
 WITH_METHOD_SETTINGS = ("generate", "train-classifier", "plan", "continual")
+ALLOCATION = "can't allocate memory"
+NO_MEMORY = "there is not enough memory for this; ask for fewer or smaller images, or free some"
+FLAGS = ("--help", "-h", "--version")
+"""What may stand in place of a command."""
 MOST_NESTED = 8
 """Tables within tables of a configuration file: more than any setting needs."""
 
@@ -88,9 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
             sys.exit(1)
         sys.exit(_report(tokens, error_on(error.filename or "a file", error)))
-    except Exception:
+    except Exception as error:
+        if _is_out_of_memory(error):
+            sys.exit(_report(tokens, UnderstudyError(NO_MEMORY)))
         traceback.print_exc()
         sys.exit(1)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Say whether an allocation failed; PyTorch has no type of its own for that on a CPU."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or ALLOCATION in str(error)
 
 
 @contextlib.contextmanager
@@ -113,6 +125,13 @@ def _terminated_like_interrupted() -> Iterator[None]:
 def build_app(tokens: Sequence[str]) -> App:
     """Build the parser; flags of `WITH_METHOD_SETTINGS` depend on `--method` in `tokens`."""
     command = tokens[0] if tokens else ""
+    if command not in ("", *COMMANDS, *FLAGS):
+        from understudy.data.catalogue import suggestion
+
+        raise InvalidSettings(
+            f"there is no command '{command}'{suggestion(command, COMMANDS)}; `understudy --help` "
+            "lists them"
+        )
     config = _option(tokens, "--config")
     if config and not os.path.isfile(config):
         raise InvalidSettings(f"there is no configuration file {config}; check the path")

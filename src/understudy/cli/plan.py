@@ -13,6 +13,8 @@ from cyclopts import Parameter
 
 from understudy.cli.output import OutputOptions, make_output
 from understudy.cli.settings import given, settings_class
+from understudy.data.images import MAX_CLASSES
+from understudy.data.reading import MAX_SIDE, MIN_SIDE
 from understudy.errors import InvalidSettings
 from understudy.files import home
 from understudy.job import Request
@@ -26,6 +28,7 @@ from understudy.progress import Progress
 from understudy.training.engine import choose_device
 
 DEFAULT_METHOD = AUTO
+MOST_RECORDS = 10**12
 NAMES: dict[Accountant, str] = {"pld": "PLD", "renyi": "Rényi"}
 
 
@@ -95,9 +98,25 @@ def build(method: str) -> Callable[..., None]:
     return plan
 
 
+def _check_facts(options: PlanOptions) -> None:
+    """Refuse facts that no data set has."""
+    channels, *sides = options.shape
+    for what, found, least, most in (
+        ("records", options.records, 1, MOST_RECORDS),
+        ("classes", options.classes, 2, MAX_CLASSES),
+        ("shape: each side", min(sides), MIN_SIDE, MAX_SIDE),
+        ("shape: each side", max(sides), MIN_SIDE, MAX_SIDE),
+    ):
+        if not least <= found <= most:
+            raise InvalidSettings(f"{what} is {found}, expected {least} to {most}")
+    if channels not in (1, 3):
+        raise InvalidSettings(f"shape begins with {channels} channels, expected 1 or 3")
+
+
 def _plan(
     options: PlanOptions, settings: dict[str, Any], progress: Progress
 ) -> tuple[PublicFacts, Plan]:
+    _check_facts(options)
     channels = options.shape[0]
     facts = PublicFacts(
         units=options.records,

@@ -359,7 +359,8 @@ class Rehearsal:
         plain = replace(self.generator, hidden=0, warps=False, taught=0)
         images, labels = self._samples(plain, fixed, "plain")
         sights, beyond = [], Beyond(lens)
-        for number in progress.steps(range(config.networks), what="features"):
+        spent = curator.epsilon_spent
+        for number in progress.steps(range(config.networks), spent=spent, what="features"):
             weights = moved(lens.drawn(self.seed, number), device)
             known = beyond.found(weights, images, labels, classes=classes)
             known = known if config.centre else as_such(known)

@@ -308,6 +308,11 @@ def declared_facts(data: LabelledImages, terms: RegistrationTerms) -> PublicFact
     _check_terms(terms)
     total = int(data.units.max()) + 1
     held = round(terms.hold_out * total)
+    if terms.hold_out and not held:
+        raise InvalidData(
+            f"a share of {terms.hold_out:g} of {total} units is none, expected at least one to "
+            "hold out; raise --hold-out, or leave it out"
+        )
     if total - held < 1:
         raise InvalidData(
             f"the set has {total} units and {held} would be held out, expected at least one to "
