@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 
 from door import some_images
+from understudy.cli import main as cli
 from understudy.cli.main import main
 from understudy.errors import InvalidData
 from understudy.privacy.registration import RegistrationTerms, declared_facts
@@ -35,6 +39,36 @@ def test_what_cannot_be_is_refused_in_a_line(line, says, tmp_path, monkeypatch, 
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 TB"), True),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+)
+def test_lack_of_memory_is_told_from_bugs(error, is_one, monkeypatch, capsys):
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr(cli, "build_app", fails)
+    with pytest.raises(SystemExit) as ended:
+        main(["runs"])
+    assert ended.value.code == (2 if is_one else 1)
+    assert ("Traceback" in capsys.readouterr().err) != is_one
+
+
+def test_a_set_without_runs_is_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("UNDERSTUDY_LEDGER", str(tmp_path / "ledger.sqlite"))
+    for line in (["register", "digits", "--quiet"], ["ledger", "--json"]):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main(line)
+    listed = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (listed["data_set"], listed["runs"], listed["units"]) == ("digits", 0, 1438)
 
 
 def test_a_hold_out_of_nobody_is_refused():

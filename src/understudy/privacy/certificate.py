@@ -412,7 +412,7 @@ def _check_statements(certificate: Certificate) -> None:
             f"delta is {guarantee['delta']:g} for {facts['units']} units, which is large, but not "
             f"called so; {NOT_GUARANTEED}"
         )
-    composed = total["epsilon"]
+    composed = total["epsilon"] if total["delta"] <= guarantee["delta"] else None
     if composed is not None and not _is_covered(guarantee["epsilon"], composed):
         raise VerificationFailed(
             f"this run costs epsilon {guarantee['epsilon']:.4f}, but all runs on the data set "
